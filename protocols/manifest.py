@@ -1,0 +1,93 @@
+"""The manifest: everything that the peers of a run must agree on, signed by its owner.
+
+`run.toml` has the same sections with the same names (bootstrap/config.py), so a field is described
+once, here. A volunteer is invited to a run id; the manifest must be signed by the key whose hash ends
+that id. Of two valid manifests the higher revision counts.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocols import PROTOCOL
+from protocols.messages import Count, Digest, Label, Millis, PeerId, RunId, Sampling
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base model: `builtin`, a Hugging Face name, or a folder."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)] = "builtin"
+    digest: Digest | None = None
+    """SHA-256 over the base weights; filled in by the trainer. A peer with other weights is refused at start."""
+
+
+class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where problems come from: a reasoning-gym task by name, or `module:function` of your own."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)] = "chain_sum"
+    prompt: Annotated[str, Meta(min_length=1, max_length=1024)] = "{question}"
+    """Prompt text; `{question}` and the fields of the problem's metadata (`{expression}`) are filled in."""
+    params: dict[str, Any] = {}
+    """Parameters of the task, as reasoning-gym names them."""
+
+
+class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The adapter that is trained and published."""
+
+    r: Annotated[int, Meta(ge=1, le=512)] = 8
+    alpha: Annotated[float, Meta(gt=0.0)] = 16.0
+    """Effective scale is alpha / r."""
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    )
+    """Module names that get an adapter. `lm_head` matters for small models: the final norm fixes the scale."""
+
+
+class LearningSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the trainer learns: GRPO with token-level, truncated importance correction."""
+
+    loss: Literal["grpo"] = "grpo"
+    learning_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-3
+    batch_groups: Annotated[int, Meta(ge=1, le=65536)] = 32
+    """Groups consumed by one optimizer step."""
+    clip_low: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
+    clip_high: Annotated[float, Meta(gt=0.0)] = 0.28
+    """Asymmetric clip range of the ratio current / proximal (DAPO)."""
+    importance_cap: Annotated[float, Meta(ge=1.0)] = 2.0
+    """Truncation of the ratio proximal / behaviour."""
+    kl_beta: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Weight of the k3 KL estimate to the base model; 0 turns it off."""
+    max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
+    mask_truncated: bool = True
+    """Leave completions that ran into max_new_tokens out of the loss (their reward still counts in the baseline)."""
+
+
+class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
+    """One run."""
+
+    run: RunId
+    revision: Count
+    trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=64)]
+    """Only these may announce policies."""
+    issued_ms: Millis
+    protocol: Label = PROTOCOL
+    description: Annotated[str, Meta(max_length=1024)] = ""
+    seed: Count = 0
+    max_lag: Annotated[int, Meta(ge=0, le=1_000_000)] = 4
+    """The staleness bound: no consumed rollout is older than this many optimizer steps."""
+    max_steps: Annotated[int, Meta(ge=1, le=100_000_000)] = 1000
+    publish_every: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    directory_shards: Annotated[int, Meta(ge=1, le=256)] = 1
+    model: ModelSpec = msgspec.field(default_factory=ModelSpec)
+    environment: EnvironmentSpec = msgspec.field(default_factory=EnvironmentSpec)
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
+    learning: LearningSpec = msgspec.field(default_factory=LearningSpec)

@@ -1,0 +1,326 @@
+"""Everything that travels, as a closed, append-only set of MessagePack messages (docs/wire.md).
+
+Unknown fields are ignored, so that a newer peer may add one; unknown tags are refused. A tag is never
+reused. Three families:
+
+    signed    Manifest, Announcement, RunEnd, CapacityAd, RolloutBatch, Receipt     (in an envelope)
+    request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts         (unary call)
+    reply     HelloReply, HeartbeatReply, Envelopes, Refused                        (unary answer)
+    stream    BlobRequest, BlobReply                                                (blob stream)
+
+Streams and calls are authenticated by libp2p, so only what outlives them is signed.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocols.faults import PeerFault
+
+Count = Annotated[int, Meta(ge=0, lt=2**32)]
+Version = Annotated[int, Meta(ge=0, lt=2**32)]
+NumBytes = Annotated[int, Meta(ge=0, lt=2**48)]
+Millis = Annotated[int, Meta(ge=0, lt=2**48)]  # milliseconds since 1970; 2^48 is the year 10889
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Session = Annotated[bytes, Meta(min_length=16, max_length=16)]
+PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern="^[1-9A-HJ-NP-Za-km-z]*$")]
+RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern="^[a-z0-9][a-z0-9-]{0,63}-[a-z2-7]{16}$")]
+Label = Annotated[str, Meta(max_length=128)]
+
+# Sizes. A unary message over hivemind's 2 MiB limit never arrives; GossipSub loses messages over about 1 MiB
+# without a word; DESIGN section 5 keeps gossip under 16 KiB so that it stays fast for everybody else.
+GOSSIP_BYTES_MAX = 16 * 1024
+UNARY_BYTES_MAX = 1024 * 1024
+RECORD_BYTES_MAX = 16 * 1024  # the manifest is the largest DHT value; it is a few KB
+CHAIN_PAGE_MAX = 256  # announcements an answer; about 1 KB each
+METRICS_MAX = 32
+PAGE_ENVELOPES_MAX = 1024
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How completions are drawn. Part of the manifest: the same for every producer."""
+
+    group_size: Annotated[int, Meta(ge=2, le=256)] = 8
+    """Completions of one prompt; GRPO's baseline is their mean."""
+    max_new_tokens: Annotated[int, Meta(ge=1, le=32768)] = 12
+    temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    """Enters the behaviour log-probabilities and the trainer's, so that their ratio is 1 at equal weights."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
+            raise ValueError(
+                "top_p, top_k and min_p must stay off (1.0, 0, 0.0): they renormalise log-probabilities, "
+                "so importance ratios would be off by the probability mass that was cut"
+            )
+
+
+class BlobRef(Struct, frozen=True):
+    """A content-addressed blob: `root` is the hash of its chunk hashes (protocols/transfer.py)."""
+
+    root: Digest
+    size: NumBytes
+
+
+class AdapterRef(Struct, frozen=True):
+    """Which tensors a version is, and where their bytes are."""
+
+    digest: Digest
+    keyframe: BlobRef
+    codec: Literal["raw"] = "raw"
+
+
+class TrainedOn(Struct, frozen=True):
+    """What was consumed since the parent: how many groups, their largest lag, the root over all of them."""
+
+    count: Count
+    max_lag: Count
+    root: Digest
+
+
+class Announcement(Struct, frozen=True, tag="announcement"):
+    """Version `version` of the policy exists (DESIGN section 6)."""
+
+    run: RunId
+    version: Version
+    parent: Digest
+    adapter: AdapterRef
+    trained_on: TrainedOn
+    bound: Count
+    """The manifest's max_lag, so that an audit needs nothing else."""
+    created_ms: Millis
+    metrics: dict[Label, float] = {}
+
+    def __post_init__(self) -> None:
+        if len(self.metrics) > METRICS_MAX:
+            raise ValueError("too many metrics")
+
+
+class RunEnd(Struct, frozen=True, tag="end"):
+    """The run is over at `version`; `head` is the hash of the last announcement."""
+
+    run: RunId
+    version: Version
+    head: Digest
+    created_ms: Millis
+
+
+class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
+    """What a peer says it can do; a claim. Unknown is None, never 0."""
+
+    run: RunId
+    session: Session
+    role: Literal["bootstrap", "trainer", "inference"]
+    issued_ms: Millis
+    engine: Label | None = None
+    device: Label | None = None
+    memory_bytes: NumBytes | None = None
+    tokens_per_s: float | None = None
+    """Measured on this machine with this model, not estimated."""
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    formats: tuple[Label, ...] = ("raw",)
+    version: Version | None = None
+    load: float | None = None
+    addresses: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.formats) > 16 or len(self.addresses) > 16:
+            raise ValueError("too many formats or addresses")
+
+
+class RolloutGroup(Struct, frozen=True, kw_only=True):
+    """G completions of one prompt. Ids are packed uint32, log-probabilities float32, both little-endian."""
+
+    counter: Count
+    """Which of this producer's problems: the prompt follows from (run seed, peer id, counter)."""
+    oldest_version: Version
+    newest_version: Version
+    adapter: Digest
+    """Digest of the weights that were really loaded."""
+    prompt_ids: bytes
+    lengths: tuple[Count, ...]
+    """Tokens of each completion."""
+    token_ids: bytes
+    logprobs: bytes
+    truncated: tuple[bool, ...]
+    """True where a completion ran into max_new_tokens before an end-of-sequence id."""
+    rewards: tuple[float | None, ...]
+    """The producer's own scores; None is unscored. The trainer recomputes what it can."""
+    temperature: float
+    engine: Label
+
+
+class RolloutBatch(Struct, frozen=True, tag="rollouts"):
+    """What a producer pushes: groups it keeps in its outbox until a receipt names each."""
+
+    run: RunId
+    groups: tuple[RolloutGroup, ...]
+
+
+Outcome = Literal["accepted", "stale", "duplicate", "invalid"]
+
+
+class GroupReceipt(Struct, frozen=True):
+    """What became of one group."""
+
+    counter: Count
+    digest: Digest
+    outcome: Outcome
+    reason: Label = ""
+
+
+class Receipt(Struct, frozen=True, tag="receipt"):
+    """The trainer's signed answer to a batch, with what a producer needs to pace itself."""
+
+    run: RunId
+    producer: PeerId
+    groups: tuple[GroupReceipt, ...]
+    step: Count
+    """Optimizer steps done."""
+    queued: Count
+    """Accepted groups that wait to be consumed."""
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """The first words of a peer: who it is for, which protocol it speaks, what time it has."""
+
+    protocol: Label
+    run: RunId | None
+    session: Session
+    now_ms: Millis
+
+
+Verdict = Literal["ok", "contested", "identity taken", "banned", "unknown run", "protocol mismatch", "clock"]
+
+
+class HelloReply(Struct, frozen=True, tag="hello-reply"):
+    """`contested`: another session of the same identity was heard moments ago; ask again after a beat."""
+
+    verdict: Verdict
+    protocol: Label
+    now_ms: Millis
+    detail: Label = ""
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat", kw_only=True):
+    """A peer's state, every two seconds, to the bootstrap peers and to the trainer."""
+
+    run: RunId
+    session: Session
+    role: Literal["bootstrap", "trainer", "inference"]
+    version: Version | None = None
+    tokens_per_s: float | None = None
+    outbox: Count = 0
+
+
+class HeartbeatReply(Struct, frozen=True, tag="heartbeat-reply", kw_only=True):
+    """`head`, `step` and `queued` are None where the answering peer does not know them."""
+
+    verdict: Verdict
+    now_ms: Millis
+    head: Version | None = None
+    step: Count | None = None
+    queued: Count | None = None
+    ended: bool = False
+
+
+class ManifestRequest(Struct, frozen=True, tag="manifest-request"):
+    run: RunId
+
+
+class ChainRequest(Struct, frozen=True, tag="chain-request"):
+    """Announcements from `first` on, at most CHAIN_PAGE_MAX of them; then the RunEnd, if the run has ended."""
+
+    run: RunId
+    first: Version
+
+
+class PushRollouts(Struct, frozen=True, tag="push"):
+    """An envelope of a RolloutBatch."""
+
+    envelope: bytes
+
+
+class Envelopes(Struct, frozen=True, tag="envelopes"):
+    """Signed things somebody asked for, oldest first."""
+
+    envelopes: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.envelopes) > PAGE_ENVELOPES_MAX:
+            raise ValueError("too many envelopes")
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The request was understood and will not be served."""
+
+    reason: Label
+
+
+class BlobRequest(Struct, frozen=True, tag="blob-request"):
+    """On a blob stream: send the chunk hashes (if `hashes`), then chunks first .. first + count - 1."""
+
+    root: Digest
+    first: Count
+    count: Count
+    hashes: bool = False
+
+
+class BlobReply(Struct, frozen=True, tag="blob-reply"):
+    """The head of an answer on a blob stream; `found` False ends it."""
+
+    found: bool
+    size: NumBytes = 0
+    hashes: bytes = b""
+
+
+Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt
+Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts
+Reply = HelloReply | HeartbeatReply | Envelopes | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_blob_request_decoder = msgspec.msgpack.Decoder(BlobRequest)
+_blob_reply_decoder = msgspec.msgpack.Decoder(BlobReply)
+
+
+def encode(message: Struct) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+T = TypeVar("T")
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", raw: bytes, what: str, bytes_max: int) -> T:
+    if len(raw) > bytes_max:
+        raise PeerFault(f"{what} too large", f"{len(raw)} bytes")
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerFault(f"malformed {what}", str(error)[:200]) from error
+
+
+def decode_request(raw: bytes) -> Request:
+    """Raises PeerFault and nothing else."""
+    return _decode(_request_decoder, raw, "request", UNARY_BYTES_MAX)
+
+
+def decode_reply(raw: bytes) -> Reply:
+    """Raises PeerFault and nothing else."""
+    return _decode(_reply_decoder, raw, "reply", UNARY_BYTES_MAX)
+
+
+def decode_blob_request(raw: bytes) -> BlobRequest:
+    """Raises PeerFault and nothing else."""
+    return _decode(_blob_request_decoder, raw, "blob request", 1024)
+
+
+def decode_blob_reply(raw: bytes) -> BlobReply:
+    """Raises PeerFault and nothing else."""
+    return _decode(_blob_reply_decoder, raw, "blob reply", UNARY_BYTES_MAX)
