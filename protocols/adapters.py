@@ -66,7 +66,7 @@ def decode_adapter(raw: bytes) -> dict[str, Tensor]:
     if len(raw) > ADAPTER_BYTES_MAX:
         raise PeerFault("adapter too large", f"{len(raw)} bytes")
     try:
-        entries = safetensors.deserialize(raw)
+        entries = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
     except (safetensors.SafetensorError, ValueError, OverflowError) as error:
         raise PeerFault("malformed adapter", str(error)) from error
     if len(entries) > TENSORS_MAX:

@@ -30,13 +30,13 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
 
 def peer_id_of(public: bytes) -> str:
     """The libp2p peer id (base58, 52 characters) of a raw public key."""
-    return base58.b58encode(_PEER_ID_PREFIX + public).decode()
+    return str(base58.b58encode(_PEER_ID_PREFIX + public), "ascii")
 
 
 def public_of(peer_id: str) -> bytes:
     """The raw public key in a peer id. Raises PeerFault when it is not one of an Ed25519 key."""
     try:
-        raw = base58.b58decode(peer_id)
+        raw = bytes(base58.b58decode(peer_id))
     except ValueError as error:
         raise PeerFault("malformed peer id") from error
     if len(raw) != len(_PEER_ID_PREFIX) + 32 or not raw.startswith(_PEER_ID_PREFIX):

@@ -1,0 +1,140 @@
+"""What may stand in the DHT, under which key, and for how long (DESIGN section 4).
+
+    key (hashed by the DHT)   subkey        value, enveloped      lifetime
+    <run>/manifest            -             Manifest, by owner    10 min, republished by every peer
+    <run>/head                trainer id    newest Announcement   10 min, refreshed each minute
+    <run>/peers/<shard>       peer id       CapacityAd            60 s, renewed each 20 s
+
+Every storing node runs these rules, bootstrap peers included, and every reader runs them again. The DHT
+keeps the record with the latest expiry, so a record that claims to live longer than its kind allows is
+refused: nobody can pin a key. Rules remember what they have seen and never let a record go back.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocols.envelopes import Sealed, unseal
+from protocols.faults import PeerFault
+from protocols.identity import public_of, run_id_of
+from protocols.manifest import Manifest
+from protocols.messages import Announcement, CapacityAd
+from protocols.msgpack_guard import unwrap_bin
+
+SKEW_S = 3.0  # hivemind refuses peers whose clock is further off than this
+MANIFEST_LIFE_S = 600.0
+HEAD_LIFE_S = 600.0
+HEAD_REFRESH_S = 60.0
+PEER_LIFE_S = 60.0
+PEER_RENEW_S = 20.0  # a third of the lifetime: two lost renewals do not hide a peer
+PEERS_PER_SHARD_MAX = 4096  # at about 500 B a record a shard's dictionary stays under hivemind's 2 MiB message
+
+
+class RecordKind(StrEnum):
+    """The kinds of key a run has."""
+
+    MANIFEST = "manifest"
+    HEAD = "head"
+    PEERS = "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """One key of one run; `text` is what the DHT hashes."""
+
+    run: str
+    kind: RecordKind
+    shard: int = 0
+
+    @property
+    def text(self) -> str:
+        """`<run>/<kind>`, with the shard behind it for peers."""
+        return f"{self.run}/{self.kind}" + (f"/{self.shard}" if self.kind is RecordKind.PEERS else "")
+
+
+def shard_of(peer_id: str, shards: int) -> int:
+    """First byte of the peer id's hash, modulo the number of shards."""
+    return hashlib.sha256(peer_id.encode()).digest()[0] % shards
+
+
+def check_manifest(raw: bytes, run: str) -> Sealed[Manifest]:
+    """A manifest of this run, signed by the owner that the run id names. Raises PeerFault."""
+    sealed = unseal(raw, Manifest)
+    name = run.rpartition("-")[0]
+    if sealed.message.run != run or run_id_of(name, public_of(sealed.sender)) != run:
+        raise PeerFault("foreign manifest", sealed.message.run)
+    return sealed
+
+
+class DirectoryRules:
+    """The rules of one run, with what they have learnt: newest manifest, newest head of each trainer."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.manifest: Sealed[Manifest] | None = None
+        self._head_version: dict[str, int] = {}
+        self._peers: dict[int, dict[str, float]] = {}
+
+    def keys(self) -> list[RecordKey]:
+        """Every key these rules accept: all that 256 shards could need."""
+        fixed = [RecordKey(self.run, RecordKind.MANIFEST), RecordKey(self.run, RecordKind.HEAD)]
+        return fixed + [RecordKey(self.run, RecordKind.PEERS, shard) for shard in range(256)]
+
+    def learn(self, sealed: Sealed[Manifest]) -> bool:
+        """Keep a checked manifest if its revision is the highest so far; True if it is kept."""
+        if self.manifest is not None and sealed.message.revision < self.manifest.message.revision:
+            return False
+        self.manifest = sealed
+        return True
+
+    def check(self, key: RecordKey, subkey: str | None, value: bytes, expires_s: float, now_s: float) -> None:
+        """Raises PeerFault unless this record may stand. `value` is as stored: one MessagePack bin."""
+        if not now_s - SKEW_S <= expires_s <= now_s + self._life_s(key.kind) + SKEW_S:  # also refuses NaN
+            raise PeerFault("bad expiry", f"{key.kind}: {expires_s - now_s:.0f} s from now")
+        if (subkey is None) != (key.kind is RecordKind.MANIFEST):
+            raise PeerFault("bad subkey", f"{key.kind} is {'plain' if subkey is not None else 'a dictionary'}")
+        raw = unwrap_bin(value)
+        match key.kind:
+            case RecordKind.MANIFEST:
+                if not self.learn(check_manifest(raw, self.run)):
+                    raise PeerFault("old manifest")
+            case RecordKind.HEAD:
+                self._check_head(raw, subkey or "")
+            case RecordKind.PEERS:
+                self._check_peer(key, raw, subkey or "", expires_s, now_s)
+
+    @staticmethod
+    def _life_s(kind: RecordKind) -> float:
+        return PEER_LIFE_S if kind is RecordKind.PEERS else MANIFEST_LIFE_S
+
+    def _check_head(self, raw: bytes, subkey: str) -> None:
+        sealed = unseal(raw, Announcement)
+        if sealed.sender != subkey:
+            raise PeerFault("sender is not the subkey")
+        if sealed.message.run != self.run:
+            raise PeerFault("foreign run")
+        if self.manifest is None or subkey not in self.manifest.message.trainers:
+            raise PeerFault("not a trainer")
+        if sealed.message.version < self._head_version.get(subkey, 0):
+            raise PeerFault("old head")
+        self._head_version[subkey] = sealed.message.version
+
+    def _check_peer(self, key: RecordKey, raw: bytes, subkey: str, expires_s: float, now_s: float) -> None:
+        sealed = unseal(raw, CapacityAd)
+        if sealed.sender != subkey:
+            raise PeerFault("sender is not the subkey")
+        if sealed.message.run != self.run:
+            raise PeerFault("foreign run")
+        shards = self.manifest.message.directory_shards if self.manifest else 1
+        if key.shard != shard_of(subkey, shards):
+            raise PeerFault("wrong shard")
+        issued_s = sealed.message.issued_ms / 1000
+        if issued_s > now_s + SKEW_S or expires_s > issued_s + PEER_LIFE_S + SKEW_S:
+            raise PeerFault("bad expiry", "capacity outlives its issue")
+        known = self._peers.setdefault(key.shard, {})
+        if subkey not in known and len(known) >= PEERS_PER_SHARD_MAX:
+            for peer in [peer for peer, until_s in known.items() if until_s < now_s]:
+                del known[peer]
+            if len(known) >= PEERS_PER_SHARD_MAX:
+                raise PeerFault("directory full")
+        known[subkey] = max(expires_s, known.get(subkey, 0.0))
