@@ -81,9 +81,15 @@ class DirectoryRules:
         return fixed + [RecordKey(self.run, RecordKind.PEERS, shard) for shard in range(256)]
 
     def learn(self, sealed: Sealed[Manifest]) -> bool:
-        """Keep a checked manifest if its revision is the highest so far; True if it is kept."""
-        if self.manifest is not None and sealed.message.revision < self.manifest.message.revision:
-            return False
+        """Keep a checked manifest if its revision is the highest so far; True if it is kept.
+
+        Raises PeerFault for a revision that changes the staleness bound: it is a promise for the whole run.
+        """
+        if self.manifest is not None:
+            if sealed.message.revision < self.manifest.message.revision:
+                return False
+            if sealed.message.max_lag != self.manifest.message.max_lag:
+                raise PeerFault("bound changed", f"{self.manifest.message.max_lag} to {sealed.message.max_lag}")
         self.manifest = sealed
         return True
 

@@ -1,0 +1,216 @@
+"""Rollouts from producer to trainer: at least once on the wire, exactly once in training.
+
+    producer                                        trainer
+    Outbox: keep each group on disk                 Intake: judge each group, store the accepted
+      until a receipt names it                        ones on disk, then sign the receipt
+                                                      queued -> trained | no signal | stale
+
+A lost receipt means the same group comes again and is answered `duplicate`. Both machines hold only what
+they need to decide; their drivers hold the bytes, and rebuild them from disk after a crash.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocols.faults import LocalFault, PeerFault
+from protocols.messages import GroupReceipt, Outcome, Receipt, RolloutGroup
+from protocols.rollouts import group_digest
+from protocols.staleness import lag, within_bound
+
+# Groups a trainer holds before it turns pushes away: eight batches. At pipeline depth 1 honest producers
+# stay under two, so whoever meets this limit is flooding.
+QUEUE_BATCHES_MAX = 8
+# Invalid groups after which nothing more is taken from a producer. Honest ones make none; a few may come
+# from a version mismatch that a restart mends.
+INVALID_MAX = 16
+# Groups a producer keeps unacknowledged before it stops generating: enough for a minute without a trainer.
+OUTBOX_GROUPS_MAX = 1024
+PUSH_GROUPS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """What the intake remembers of a group that waits to be consumed."""
+
+    digest: bytes
+    producer: str
+    counter: int
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step consumes, and what was found too old on the way."""
+
+    groups: tuple[Queued, ...]
+    stale: tuple[Queued, ...]
+
+
+class Intake:
+    """The trainer's side: decides what is accepted and what is consumed. Owns gates 2 and 3."""
+
+    def __init__(self, *, max_lag: int, batch_groups: int) -> None:
+        self.max_lag = max_lag
+        self.batch_groups = batch_groups
+        self.counts: Counter[str] = Counter()
+        """Groups by what became of them: received, accepted, stale, duplicate, invalid, trained, no_signal."""
+        self.reasons: Counter[str] = Counter()
+        """Invalid groups by reason."""
+        self._queue: OrderedDict[bytes, Queued] = OrderedDict()
+        self._taken: dict[bytes, Queued] = {}
+        self._seen: dict[tuple[str, int], tuple[bytes, int]] = {}  # (producer, counter) -> digest, version
+        self._next_counter: dict[str, int] = {}
+        self._invalid: Counter[str] = Counter()
+
+    def restore(self, queued: Iterable[Queued], consumed: Iterable[Queued]) -> None:
+        """Rebuild from disk: groups that wait, and groups that must not come again."""
+        for group in consumed:
+            self._remember(group)
+        for group in queued:
+            self._remember(group)
+            self._queue[group.digest] = group
+
+    @property
+    def queued(self) -> int:
+        """Accepted groups that wait, those of the step in progress included."""
+        return len(self._queue) + len(self._taken)
+
+    def next_counter(self, producer: str) -> int:
+        """The lowest counter that this producer has not used here."""
+        return self._next_counter.get(producer, 0)
+
+    def quarantined(self, producer: str) -> bool:
+        """True when this producer has sent too much nonsense to be listened to."""
+        return self._invalid[producer] >= INVALID_MAX
+
+    def admit(self, producer: str, num_groups: int) -> None:
+        """May this push be looked at at all? Raises PeerFault: nothing of it was judged, send it later."""
+        if self.quarantined(producer):
+            raise PeerFault("quarantined")
+        if num_groups > PUSH_GROUPS_MAX:
+            raise PeerFault("push too large", f"{num_groups} groups")
+        if self.queued >= QUEUE_BATCHES_MAX * self.batch_groups:
+            raise PeerFault("queue full")
+
+    def offer(self, producer: str, group: RolloutGroup, steps_done: int, fault: PeerFault | None) -> GroupReceipt:
+        """Judge one group; `fault` is what the content check found. The driver stores it if `accepted`."""
+        self.counts["received"] += 1
+        digest = group_digest(producer, group)
+        queued = Queued(digest, producer, group.counter, group.oldest_version)
+        seen = self._seen.get((producer, group.counter))
+        if seen is not None:
+            reason = "" if seen[0] == digest else "counter used"
+            return self._receipt(queued, "duplicate", reason)
+        if fault is not None:
+            self._invalid[producer] += 1
+            self.reasons[fault.reason] += 1
+            return self._receipt(queued, "invalid", fault.reason)
+        if group.oldest_version > steps_done:
+            self._invalid[producer] += 1
+            self.reasons["version ahead of the trainer"] += 1
+            return self._receipt(queued, "invalid", "version ahead of the trainer")
+        if not within_bound(steps_done, group.oldest_version, self.max_lag):
+            age = lag(steps_done, group.oldest_version)
+            return self._receipt(queued, "stale", f"lag {age} over {self.max_lag}")
+        self._remember(queued)
+        self._queue[digest] = queued
+        return self._receipt(queued, "accepted", "")
+
+    def sweep(self, steps_done: int) -> tuple[Queued, ...]:
+        """Gate 2: take out what can no longer be used. The driver records it as stale."""
+        old = [
+            group for group in self._queue.values() if not within_bound(steps_done, group.oldest_version, self.max_lag)
+        ]
+        for group in old:
+            del self._queue[group.digest]
+        self.counts["stale_in_queue"] += len(old)
+        return tuple(old)
+
+    def take(self, steps_done: int) -> Batch | None:
+        """Gate 3: a full batch of groups within the bound, oldest version first, or None.
+
+        Taken groups stay this intake's responsibility until `settle`.
+        """
+        if self._taken:
+            raise LocalFault("a batch is already taken")
+        stale = self.sweep(steps_done)
+        if len(self._queue) < self.batch_groups:
+            return Batch((), stale) if stale else None
+        oldest_first = sorted(self._queue.values(), key=lambda group: group.oldest_version)
+        for group in oldest_first[: self.batch_groups]:
+            self._taken[group.digest] = self._queue.pop(group.digest)
+        return Batch(tuple(self._taken.values()), stale)
+
+    def settle(self, outcome: str) -> None:
+        """The taken batch is on disk as `trained` or `no_signal`; forget what is too old to come again."""
+        self.counts[outcome] += len(self._taken)
+        self._taken.clear()
+
+    def forget(self, steps_done: int) -> None:
+        """Drop memories of groups that the bound refuses anyway; called after each step."""
+        limit = steps_done - self.max_lag
+        for key in [key for key, (_, version) in self._seen.items() if version < limit]:
+            del self._seen[key]
+
+    def _remember(self, group: Queued) -> None:
+        self._seen[group.producer, group.counter] = (group.digest, group.oldest_version)
+        self._next_counter[group.producer] = max(self.next_counter(group.producer), group.counter + 1)
+
+    def _receipt(self, group: Queued, outcome: Outcome, reason: str) -> GroupReceipt:
+        self.counts[outcome] += 1
+        return GroupReceipt(group.counter, group.digest, outcome, reason)
+
+
+class Outbox:
+    """The producer's side: what is not yet receipted, and when to try again."""
+
+    def __init__(self, *, retry_s: float = 1.0, retry_max_s: float = 15.0) -> None:
+        self.counts: Counter[str] = Counter()
+        self._pending: OrderedDict[int, int] = OrderedDict()  # counter -> encoded bytes
+        self._retry_s = retry_s
+        self._retry_max_s = retry_max_s
+        self._failures = 0
+        self._not_before_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """True while the producer must not generate more."""
+        return len(self._pending) >= OUTBOX_GROUPS_MAX
+
+    def add(self, counter: int, num_bytes: int) -> None:
+        """A group is on disk and wants to be sent."""
+        self._pending[counter] = num_bytes
+
+    def next_push(self, now_s: float, bytes_max: int) -> list[int]:
+        """Counters to send now, oldest first, within one message; empty while backing off or with nothing to say."""
+        if now_s < self._not_before_s:
+            return []
+        counters: list[int] = []
+        total = 0
+        for counter, num_bytes in self._pending.items():
+            total += num_bytes
+            if counters and (total > bytes_max or len(counters) == PUSH_GROUPS_MAX):
+                break
+            counters.append(counter)
+        return counters
+
+    def receipted(self, receipt: Receipt) -> list[int]:
+        """A receipt arrived: counters that are done and can be deleted. Unknown ones are ignored."""
+        self._failures, self._not_before_s = 0, 0.0
+        done = []
+        for group in receipt.groups:
+            if self._pending.pop(group.counter, None) is not None:
+                self.counts[group.outcome] += 1
+                done.append(group.counter)
+        return done
+
+    def failed(self, now_s: float) -> float:
+        """A push was refused or lost; returns when to try again. Waits double up to a limit."""
+        wait_s = min(self._retry_max_s, self._retry_s * 2**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        self._not_before_s = now_s + wait_s
+        return self._not_before_s
