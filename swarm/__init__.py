@@ -1,1 +1,1 @@
-"""..."""
+"""The peer-to-peer runtime: carries what `protocols/` decides. Knows nothing of learning."""
