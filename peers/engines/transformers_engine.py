@@ -1,0 +1,201 @@
+"""Generation with plain transformers: any causal language model, on CPU, CUDA or Apple's MPS.
+
+    prompts --left-pad--> prefill once each --repeat cache--> rows --sample--> ids, log-probabilities
+                                                               ^---------------|  until every row has ended
+
+The loop is our own because `generate` warps logits by default settings of the checkpoint, and a
+log-probability that is not that of the distribution sampled from silently biases training. The adapter is
+merged into a copy of the weights it touches, always from the untouched base, so generation costs what the
+bare model costs and no version leaves a trace in the next.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from peers.engines import Completion
+from peers.models.base import BaseModel
+from peers.models.lora import attach_lora, lora_parameters, write_adapter
+from protocols.adapters import Adapter
+from protocols.manifest import LoraSpec
+from protocols.messages import Sampling
+
+# Shape suffixes: P = prompts, R = rows (prompts x group), T = tokens, V = vocabulary.
+
+# Rows decoded at once. More rows are faster per token until the cache fills the memory: 256 rows of 1024
+# tokens are 3 GB for a 0.5 B model.
+ROWS_MAX = 256
+
+_INIT_SEED = 0  # which A stands there before the first adapter is loaded does not matter: B is 0
+
+
+class TransformersEngine:
+    """One base model under one adapter at a time; not thread-safe."""
+
+    name = "transformers"
+
+    def __init__(self, model: BaseModel, lora: LoraSpec, device: str = "cpu") -> None:
+        """Moves the model to the device. Raises ValueError for LoRA targets that the model has not."""
+        self.device = device
+        self.version: int | None = None
+        self._tokenizer = model.tokenizer
+        self._scale = lora.alpha / lora.r
+        self._base = model.module.to(device).eval()
+        self._lora = attach_lora(self._base, lora, seed=_INIT_SEED)
+        self._merged = _weight_sharing_copy(self._base)
+        self._paths = [name.removesuffix(".lora_A") for name in lora_parameters(self._lora) if name.endswith("A")]
+        for path in self._paths:
+            linear = self._merged.get_submodule(path)
+            linear.weight = nn.Parameter(linear.weight.clone(), requires_grad=False)
+
+    @torch.no_grad()
+    def load_adapter(self, version: int, adapter: Adapter) -> None:
+        """Generate with this adapter from now on. Raises PeerFault, and keeps the old one, if it does not fit."""
+        write_adapter(self._lora, adapter)
+        matrices = lora_parameters(self._lora)
+        for path in self._paths:
+            delta = matrices[f"{path}.lora_B"] @ matrices[f"{path}.lora_A"] * self._scale
+            base = self._base.get_submodule(path).weight
+            self._merged.get_submodule(path).weight.copy_(base + delta.to(base.dtype))
+        self.version = version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+        """`sampling.group_size` completions for each prompt; the same seed gives the same completions.
+
+        Prompts are answered in batches of at most ROWS_MAX rows. Raises ValueError for an empty prompt.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        size = sampling.group_size
+        rows = []
+        for batch in _batches(prompts, max(1, ROWS_MAX // size)):
+            rows += self._decode(batch, size, sampling.max_new_tokens, sampling.temperature, generator)
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[int, ...]]:
+        """The likeliest continuation of each prompt, token by token; for evaluation."""
+        rows = []
+        for batch in _batches(prompts, ROWS_MAX):
+            rows += self._decode(batch, 1, max_new_tokens, temperature=1.0, generator=None)
+        return [row.token_ids for row in rows]
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        max_new_tokens: int,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> list[Completion]:
+        return decode(
+            self._merged,
+            _left_padded(prompts, self._tokenizer.pad_id, self.device),
+            group_size=group_size,
+            max_new_tokens=max_new_tokens,
+            eos_ids=self._tokenizer.eos_ids,
+            pad_id=self._tokenizer.pad_id,
+            draw=_Draw(temperature, generator),
+        )
+
+
+class _Draw:
+    """Chooses next ids: sampled at a temperature, or the likeliest where there is no generator."""
+
+    def __init__(self, temperature: float, generator: torch.Generator | None) -> None:
+        self._temperature = temperature
+        self._generator = generator
+
+    def __call__(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and their log-probabilities, [R, 1] each, over the full vocabulary, float32."""
+        logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
+        if self._generator is None:
+            ids_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
+        else:  # drawn on the CPU, so that a seed means the same on every device
+            ids_R1 = torch.multinomial(logprobs_RV.exp().cpu(), 1, generator=self._generator).to(logits_RV.device)
+        return ids_R1, logprobs_RV.gather(-1, ids_R1)
+
+
+@torch.inference_mode()
+def decode(
+    module: nn.Module,
+    padded_PT: tuple[torch.Tensor, torch.Tensor],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+    pad_id: int,
+    draw: _Draw,
+) -> list[Completion]:
+    """`group_size` completions of each left-padded prompt (ids and mask, int64 [P, T]); group by group."""
+    ids_PT, mask_PT = padded_PT
+    cache = DynamicCache(config=module.config)
+    positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
+    logits_PV = _last_logits(module, ids_PT, mask_PT, positions_PT, cache)
+    cache.batch_repeat_interleave(group_size)
+    logits_RV = logits_PV.repeat_interleave(group_size, dim=0)
+    mask_RT = mask_PT.repeat_interleave(group_size, dim=0)
+    positions_R1 = mask_RT.sum(-1, keepdim=True)
+    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=ids_PT.device)
+    ended_R1 = torch.zeros_like(positions_R1, dtype=torch.bool)
+    ids, logprobs = [], []
+    while True:
+        ids_R1, logprobs_R1 = draw(logits_RV)
+        ids_R1 = ids_R1.masked_fill(ended_R1, pad_id)  # an ended row is fed pads, and what it draws is cut off
+        ids.append(ids_R1)
+        logprobs.append(logprobs_R1)
+        ended_R1 = ended_R1 | torch.isin(ids_R1, eos)
+        if len(ids) == max_new_tokens or bool(ended_R1.all()):
+            break
+        mask_RT = torch.cat((mask_RT, torch.ones_like(positions_R1)), dim=-1)
+        logits_RV = _last_logits(module, ids_R1, mask_RT, positions_R1, cache)
+        positions_R1 = positions_R1 + 1
+    rows = zip(torch.cat(ids, dim=-1).tolist(), torch.cat(logprobs, dim=-1).tolist(), strict=True)
+    return [_completion(row_ids, row_logprobs, eos_ids) for row_ids, row_logprobs in rows]
+
+
+def _last_logits(
+    module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+) -> torch.Tensor:
+    """Logits after the last id of each row, [rows, V]; the cache grows by the ids."""
+    keyword = {_cache_keyword(type(module)): cache}
+    output = module(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **keyword
+    )
+    return output.logits[:, -1]
+
+
+@functools.cache
+def _cache_keyword(module_type: type[nn.Module]) -> str:
+    """`cache` since transformers 5.2x, `past_key_values` before and in models of other hands."""
+    return "cache" if "cache" in inspect.signature(module_type.forward).parameters else "past_key_values"
+
+
+def _completion(ids: list[int], logprobs: list[float], eos_ids: frozenset[int]) -> Completion:
+    """The row up to and including the first end-of-sequence id, whichever of them it is."""
+    end = next((i for i, token in enumerate(ids, start=1) if token in eos_ids), None)
+    finish: Literal["stop", "length"] = "length" if end is None else "stop"
+    return Completion(token_ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), finish=finish)
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, int64 [P, T]; every prompt ends in the last column."""
+    if not all(prompts):
+        raise ValueError("a prompt without tokens cannot be continued")
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[Sequence[Sequence[int]]]:
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
+
+
+def _weight_sharing_copy(module: nn.Module) -> nn.Module:
+    """The same structure on the same tensors."""
+    return copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})

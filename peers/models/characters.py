@@ -1,0 +1,31 @@
+"""The tokenizer of the built-in model: one id a character."""
+
+import string
+from collections.abc import Sequence
+
+PAD, BOS, EOS, UNKNOWN = range(4)
+CHARACTERS = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
+_FIRST = UNKNOWN + 1
+_IDS = {character: _FIRST + i for i, character in enumerate(CHARACTERS)}
+
+
+class CharacterTokenizer:
+    """Printable ASCII and newline. A prompt starts with BOS; any other character becomes UNKNOWN."""
+
+    eos_ids = frozenset({EOS})
+    pad_id = PAD
+    vocab_size = _FIRST + len(CHARACTERS)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """BOS, then one id a character."""
+        return (BOS, *(_IDS.get(character, UNKNOWN) for character in text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """PAD, BOS and EOS vanish; UNKNOWN and ids out of range become U+FFFD."""
+        return "".join(_character(i) for i in ids)
+
+
+def _character(i: int) -> str:
+    if i in (PAD, BOS, EOS):
+        return ""
+    return CHARACTERS[i - _FIRST] if _FIRST <= i < _FIRST + len(CHARACTERS) else "\ufffd"

@@ -1,0 +1,259 @@
+"""The transformers engine: log-probabilities of what was really sampled, rows that end where they end."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peers.engines import Completion, Engine
+from peers.engines.measure import measure_tokens_per_s
+from peers.engines.transformers_engine import TransformersEngine, _Draw, _left_padded, decode
+from peers.models.base import BaseModel, weights_digest
+from peers.models.lora import attach_lora, read_adapter, write_adapter
+from protocols.adapters import Tensor
+from protocols.faults import PeerFault
+from protocols.manifest import LoraSpec
+from protocols.messages import Sampling
+
+# Shape suffixes: R = rows, T = tokens, V = vocabulary.
+
+LORA = LoraSpec(r=4)
+PROMPTS = [(3, 9, 4), (5,), (8, 8, 1, 2, 6, 7), (10, 11)]
+Ids = tuple[int, ...]
+
+
+class Words:
+    """A vocabulary whose padding is an end-of-sequence id, with a second one beside it."""
+
+    eos_ids = frozenset({0, 31})
+    pad_id = 0
+    vocab_size = 32
+
+    def encode(self, text: str) -> Ids:
+        return tuple(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def small_model(seed: int = 0) -> BaseModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # far from uniform, so that temperature and adapters show
+        tie_word_embeddings=False,
+    )
+    module = LlamaForCausalLM(config).eval()
+    return BaseModel("small", module, Words(), weights_digest(module.state_dict()))
+
+
+def an_adapter(model: BaseModel, seed: int, spec: LoraSpec = LORA) -> dict[str, Tensor]:
+    """An adapter with B away from 0, as after some training."""
+    trained = attach_lora(model.module, spec, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return read_adapter(trained)
+
+
+def new_engine() -> TransformersEngine:
+    return TransformersEngine(small_model(), LORA)
+
+
+def ids_of(groups: list[list[Completion]]) -> list[list[Ids]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: BaseModel, adapter: dict[str, Tensor], prompt: Ids, ids: Ids, t: float) -> list[float]:
+    """As a trainer computes them: unmerged adapter, one full forward pass, no cache, no padding."""
+    policy = attach_lora(model.module, LORA, seed=0)
+    write_adapter(policy, adapter)
+    logits_TV = policy(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits_TV / t, dim=-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_b61_behaviour_and_trainer_log_probabilities_agree(temperature: float) -> None:
+    model = small_model()
+    engine, adapter = TransformersEngine(model, LORA), an_adapter(model, 1)
+    engine.load_adapter(1, adapter)
+    sampling = Sampling(group_size=16, max_new_tokens=12, temperature=temperature)
+    groups = engine.generate(PROMPTS, sampling, seed=1)
+    completions = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
+    assert len(completions) == 64
+
+    differences = []
+    for prompt, completion in completions:
+        recomputed = trainer_logprobs(model, adapter, prompt, completion.token_ids, temperature)
+        differences += [a - b for a, b in zip(recomputed, completion.logprobs, strict=True)]
+    gap = torch.tensor(differences)
+    assert gap.abs().max() < 1e-4
+    assert 0.97 < gap.exp().mean() < 1.03
+    # and the comparison can fail: without temperature the same ids have other log-probabilities
+    prompt, completion = completions[0]
+    plain = torch.tensor(trainer_logprobs(model, adapter, prompt, completion.token_ids, 2 * temperature))
+    assert (plain - torch.tensor(completion.logprobs)).abs().max() > 0.05
+
+
+def test_samples_follow_the_probabilities_that_are_reported() -> None:
+    engine = new_engine()
+    draws = engine.generate([PROMPTS[0]], Sampling(group_size=250, max_new_tokens=1, temperature=1.5), seed=2)[0]
+    ids = [completion.token_ids[0] for completion in draws]
+    reported = {c.token_ids[0]: torch.tensor(c.logprobs[0]).exp().item() for c in draws}
+    for token, probability in reported.items():
+        assert abs(ids.count(token) / 250 - probability) < 5 * (probability * (1 - probability) / 250) ** 0.5 + 0.01
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}])
+def test_b62_settings_that_cut_probability_mass_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must stay off"):
+        Sampling(**setting)
+
+
+class Script(torch.nn.Module):
+    """Says what it is told: row r gives `lines[r]` a probability of almost 1, step by step."""
+
+    config = LlamaConfig(num_hidden_layers=0)
+
+    def __init__(self, lines: list[Ids]) -> None:
+        super().__init__()
+        self.lines = lines
+        self.step = 0
+        self.fed: list[list[int]] = []
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        logits_RTV = torch.zeros(len(self.lines), 1, 32)
+        for row, line in enumerate(self.lines):
+            logits_RTV[row, 0, line[min(self.step, len(line) - 1)]] = 50.0
+        self.step += 1
+        self.fed.append(input_ids[:, -1].tolist())
+        return SimpleNamespace(logits=logits_RTV)
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(0)])
+def test_b67_rows_end_at_the_first_of_any_eos_id(generator: torch.Generator | None) -> None:
+    # Rows of 3, 5 and 8 tokens and one that never ends; 0 is padding and an EOS id, 31 is another. After its
+    # end a row would go on with 7s: junk that must not be collected.
+    lines = [(4, 5, 0, 7, 7, 7), (4, 5, 6, 9, 31, 7), (1, 2, 3, 4, 5, 6, 9, 0), (9,)]
+    script = Script(lines)
+    rows = decode(
+        script,
+        _left_padded([(1,), (1, 2), (3,), (4,)], Words.pad_id, "cpu"),
+        group_size=1,
+        max_new_tokens=10,
+        eos_ids=Words.eos_ids,
+        pad_id=Words.pad_id,
+        draw=_Draw(1.0, generator),
+    )
+    assert [row.token_ids for row in rows] == [lines[0][:3], lines[1][:5], lines[2], (9,) * 10]
+    assert [row.finish for row in rows] == ["stop", "stop", "stop", "length"]
+    assert [len(row.logprobs) for row in rows] == [3, 5, 8, 10]
+    assert all(logprob > -1e-6 for row in rows for logprob in row.logprobs)
+    assert script.fed[4] == [0, 9, 5 - 1, 9]  # the ended row is fed padding
+
+
+def test_generation_stops_when_every_row_has_ended() -> None:
+    script = Script([(4, 31), (0,)])
+    padded = _left_padded([(1,), (1,)], 0, "cpu")
+    decode(script, padded, group_size=1, max_new_tokens=99, eos_ids=Words.eos_ids, pad_id=0, draw=_Draw(1.0, None))
+    assert script.step == 2
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_seed_does_not() -> None:
+    engine, sampling = new_engine(), Sampling(group_size=4, max_new_tokens=8)
+    first = engine.generate(PROMPTS, sampling, seed=5)
+    assert first == engine.generate(PROMPTS, sampling, seed=5) == new_engine().generate(PROMPTS, sampling, seed=5)
+    assert ids_of(first) != ids_of(engine.generate(PROMPTS, sampling, seed=6))
+    assert len(first) == len(PROMPTS)
+    assert {len(group) for group in first} == {4}
+
+
+def test_a_batch_answers_like_its_prompts_one_by_one() -> None:
+    engine = new_engine()
+    together = engine.greedy(PROMPTS, 10)
+    assert together == [engine.greedy([prompt], 10)[0] for prompt in PROMPTS]
+    assert len(set(together)) > 1
+
+
+def test_more_prompts_than_fit_one_batch_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine()
+    at_once = engine.greedy(PROMPTS, 6)
+    monkeypatch.setattr("peers.engines.transformers_engine.ROWS_MAX", 3)
+    assert engine.greedy(PROMPTS, 6) == at_once
+    groups = engine.generate(PROMPTS, Sampling(group_size=8, max_new_tokens=3), seed=0)
+    assert [len(group) for group in groups] == [8] * len(PROMPTS)
+
+
+def test_swapping_adapters_leaves_no_trace() -> None:
+    model = small_model()
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    a, b = an_adapter(model, 1), an_adapter(model, 2)
+    sampling = Sampling(group_size=4, max_new_tokens=8)
+
+    warm = TransformersEngine(model, LORA)
+    for version, adapter in enumerate((a, b, a, b)):
+        warm.load_adapter(version, adapter)
+        warm.generate(PROMPTS, sampling, seed=version)
+    cold = TransformersEngine(small_model(), LORA)
+    cold.load_adapter(3, b)
+
+    assert warm.generate(PROMPTS, sampling, seed=9) == cold.generate(PROMPTS, sampling, seed=9)
+    warm.load_adapter(4, a)
+    assert warm.generate(PROMPTS, sampling, seed=9) != cold.generate(PROMPTS, sampling, seed=9)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.module.state_dict().items())
+
+
+def test_a_fresh_adapter_is_the_base_model() -> None:
+    model = small_model()
+    engine = TransformersEngine(model, LORA)
+    bare = engine.greedy(PROMPTS, 8)
+    engine.load_adapter(0, read_adapter(attach_lora(model.module, LORA, seed=4)))
+    assert engine.greedy(PROMPTS, 8) == bare
+    assert engine.version == 0
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
+    model = small_model()
+    engine, good = TransformersEngine(model, LORA), an_adapter(model, 1)
+    engine.load_adapter(1, good)
+    sampling = Sampling(group_size=4, max_new_tokens=8)
+    before = engine.generate(PROMPTS, sampling, seed=0)
+
+    other = an_adapter(model, 2)
+    name = max(other)
+    wrong = [
+        an_adapter(model, 2, LoraSpec(r=8)),
+        {n: tensor for n, tensor in other.items() if n != name},
+        {**other, "model.layers.9.mlp.up_proj.lora_A": other[name]},
+        {**other, name: other[name]._replace(dtype="BF16")},
+        {},
+    ]
+    for adapter in wrong:
+        with pytest.raises(PeerFault):
+            engine.load_adapter(2, adapter)
+        assert engine.version == 1
+        assert engine.generate(PROMPTS, sampling, seed=0) == before
+
+
+def test_nothing_asked_nothing_answered_and_an_empty_prompt_is_an_error() -> None:
+    engine = new_engine()
+    assert engine.generate([], Sampling(), seed=0) == []
+    with pytest.raises(ValueError, match="without tokens"):
+        engine.greedy([(1,), ()], 3)
+
+
+def test_tokens_per_second_are_measured() -> None:
+    engine: Engine = new_engine()
+    assert measure_tokens_per_s(engine, PROMPTS, Sampling(max_new_tokens=4)) > 10
+    with pytest.raises(ValueError, match="at least one prompt"):
+        measure_tokens_per_s(engine, [], Sampling())
