@@ -31,7 +31,16 @@ from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.identity import public_of, short
 from protocols.messages import GOSSIP_BYTES_MAX, UNARY_BYTES_MAX
 from swarm.identity import Identity
-from swarm.p2pd import Control, Daemon, P2PDaemonError, P2PHandlerError, PeerID, arguments_of, remove_leftovers
+from swarm.p2pd import (
+    DEFAULT_MAX_MSG_SIZE,
+    Control,
+    Daemon,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    arguments_of,
+    remove_leftovers,
+)
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +199,10 @@ class Host:
         async def handle(request: bytes, remote: PeerID) -> bytes:
             if len(request) > UNARY_BYTES_MAX:
                 raise PeerFault("request too large")
-            return await handler(request, str(remote))
+            answer = await handler(request, str(remote))
+            if len(answer) > UNARY_BYTES_MAX:
+                raise LocalFault(f"answer of {len(answer)} bytes is over {UNARY_BYTES_MAX}")
+            return answer
 
         await self._control.add_unary_handler(RPC_PROTOCOL, handle)
 
@@ -407,7 +419,7 @@ def _arguments(identity: Identity, config: HostConfig) -> list[str]:
             "natPortMap": config.nat_port_map,
             "connManager": True,
             "idleTimeout": "30s",  # p2pd ends by itself if we die before we connect to it
-            "persistentConnMaxMsgSize": 4 * UNARY_BYTES_MAX,
+            "persistentConnMaxMsgSize": DEFAULT_MAX_MSG_SIZE,  # what both ends of that connection assume
         }
     )
 

@@ -31,6 +31,7 @@ import hivemind.hivemind_cli
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import (
+    DEFAULT_MAX_MSG_SIZE,
     ControlClient,
     DaemonConnector,
     P2PDaemonError,
@@ -42,7 +43,6 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from protocols.faults import PeerFault, TransportFault
-from protocols.messages import UNARY_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -195,16 +195,20 @@ class Control(ControlClient):  # type: ignore[misc]
             return
         answer = p2pd_pb2.CallUnaryResponse()
         match task.exception():
-            case None if len(task.result()) > UNARY_BYTES_MAX:
-                answer.error = b"answer too large"
             case None:
                 answer.response = task.result()
             case PeerFault() as fault:
                 self.refusals[fault.reason] += 1
                 answer.error = str(fault).encode()
+            case DecodeError():  # hivemind's handlers parse the request themselves
+                self.refusals["malformed request"] += 1
+                answer.error = b"malformed request"
             case error:
                 self._failed(error)
                 answer.error = b"handler failed"
+        if answer.ByteSize() > self.persistent_conn_max_msg_size - 64:  # p2pd would end the connection
+            self.refusals["answer too large"] += 1
+            answer = p2pd_pb2.CallUnaryResponse(error=b"answer too large")
         reply = p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, unaryResponse=answer)
         self._pending_messages.put_nowait(reply)
 
@@ -434,6 +438,7 @@ def arguments_of(flags: dict[str, str | int | bool | None]) -> list[str]:
 
 
 __all__ = [
+    "DEFAULT_MAX_MSG_SIZE",
     "Control",
     "Daemon",
     "P2PDaemonError",
