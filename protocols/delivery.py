@@ -10,7 +10,7 @@ they need to decide; their drivers hold the bytes, and rebuild them from disk af
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from protocols.faults import LocalFault, PeerFault
@@ -24,6 +24,8 @@ QUEUE_BATCHES_MAX = 8
 # Invalid groups after which nothing more is taken from a producer. Honest ones make none; a few may come
 # from a version mismatch that a restart mends.
 INVALID_MAX = 16
+# Producers whose invalid groups are counted; the oldest go first. Whoever makes more keys needs no amnesty.
+BLAMED_MAX = 65_536
 # Groups a producer keeps unacknowledged before it stops generating: enough for a minute without a trainer.
 OUTBOX_GROUPS_MAX = 1024
 PUSH_GROUPS_MAX = 256
@@ -61,10 +63,18 @@ class Intake:
         self._taken: dict[bytes, Queued] = {}
         self._seen: dict[tuple[str, int], tuple[bytes, int]] = {}  # (producer, counter) -> digest, version
         self._next_counter: dict[str, int] = {}
+        self._floor: dict[str, int] = {}  # producer -> counters below it that are not in _seen are spent
         self._invalid: Counter[str] = Counter()
 
-    def restore(self, queued: Iterable[Queued], consumed: Iterable[Queued]) -> None:
-        """Rebuild from disk: groups that wait, and groups that must not come again."""
+    def restore(
+        self, queued: Iterable[Queued], consumed: Iterable[Queued], spent: Mapping[str, int] | None = None
+    ) -> None:
+        """Rebuild from disk: groups that wait, and groups that must not come again (trained, no signal or stale).
+
+        Where `consumed` leaves out old groups, `spent` says for each producer one more than their largest counter.
+        """
+        for producer, counter in (spent or {}).items():
+            self._spend(producer, counter)
         for group in consumed:
             self._remember(group)
         for group in queued:
@@ -80,6 +90,10 @@ class Intake:
         """The lowest counter that this producer has not used here."""
         return self._next_counter.get(producer, 0)
 
+    def used(self, producer: str, next_counter: int) -> None:
+        """From disk: every counter below `next_counter` was used by this producer."""
+        self._next_counter[producer] = max(self.next_counter(producer), next_counter)
+
     def quarantined(self, producer: str) -> bool:
         """True when this producer has sent too much nonsense to be listened to."""
         return self._invalid[producer] >= INVALID_MAX
@@ -94,7 +108,11 @@ class Intake:
             raise PeerFault("queue full")
 
     def offer(self, producer: str, group: RolloutGroup, steps_done: int, fault: PeerFault | None) -> GroupReceipt:
-        """Judge one group; `fault` is what the content check found. The driver stores it if `accepted`."""
+        """Judge one group; `fault` is what the content check found. The driver stores it if `accepted`.
+
+        A receipt, `duplicate` included, may leave only when everything accepted before it is on disk: the group
+        it is a duplicate of may still be on its way there.
+        """
         self.counts["received"] += 1
         digest = group_digest(producer, group)
         queued = Queued(digest, producer, group.counter, group.oldest_version)
@@ -102,20 +120,29 @@ class Intake:
         if seen is not None:
             reason = "" if seen[0] == digest else "counter used"
             return self._receipt(queued, "duplicate", reason)
+        if fault is None and max(group.oldest_version, group.newest_version) > steps_done:
+            fault = PeerFault("version ahead of the trainer")
         if fault is not None:
-            self._invalid[producer] += 1
-            self.reasons[fault.reason] += 1
+            self._blame(producer, fault.reason)
             return self._receipt(queued, "invalid", fault.reason)
-        if group.oldest_version > steps_done:
-            self._invalid[producer] += 1
-            self.reasons["version ahead of the trainer"] += 1
-            return self._receipt(queued, "invalid", "version ahead of the trainer")
         if not within_bound(steps_done, group.oldest_version, self.max_lag):
             age = lag(steps_done, group.oldest_version)
             return self._receipt(queued, "stale", f"lag {age} over {self.max_lag}")
+        if group.counter < self._floor.get(producer, 0):
+            return self._receipt(queued, "duplicate", "counter used")
         self._remember(queued)
         self._queue[digest] = queued
         return self._receipt(queued, "accepted", "")
+
+    def retract(self, digests: Iterable[bytes]) -> None:
+        """Accepted groups that could not be stored after all: as if they had never come."""
+        for digest in digests:
+            group = self._queue.pop(digest, None)
+            if group is None:
+                raise LocalFault("a group was consumed before it was stored")
+            del self._seen[group.producer, group.counter]
+            self.counts["accepted"] -= 1
+            self.counts["received"] -= 1
 
     def sweep(self, steps_done: int) -> tuple[Queued, ...]:
         """Gate 2: take out what can no longer be used. The driver records it as stale."""
@@ -143,15 +170,30 @@ class Intake:
         return Batch(tuple(self._taken.values()), stale)
 
     def settle(self, outcome: str) -> None:
-        """The taken batch is on disk as `trained` or `no_signal`; forget what is too old to come again."""
+        """The taken batch is on disk as `trained` or `no_signal`."""
         self.counts[outcome] += len(self._taken)
         self._taken.clear()
 
     def forget(self, steps_done: int) -> None:
-        """Drop memories of groups that the bound refuses anyway; called after each step."""
+        """Drop memories of groups that the bound refuses anyway; called after each step.
+
+        A producer's counters and versions rise together. So each producer's floor stands for what was dropped:
+        a counter below it is either too old, or comes again under a version that it was not written with.
+        """
         limit = steps_done - self.max_lag
-        for key in [key for key, (_, version) in self._seen.items() if version < limit]:
-            del self._seen[key]
+        for producer, counter in [key for key, (_, version) in self._seen.items() if version < limit]:
+            del self._seen[producer, counter]
+            self._spend(producer, counter + 1)
+
+    def _spend(self, producer: str, counter: int) -> None:
+        self._floor[producer] = max(self._floor.get(producer, 0), counter)
+        self._next_counter[producer] = max(self.next_counter(producer), counter)
+
+    def _blame(self, producer: str, reason: str) -> None:
+        self._invalid[producer] += 1
+        self.reasons[reason] += 1
+        if len(self._invalid) > BLAMED_MAX:
+            del self._invalid[next(iter(self._invalid))]
 
     def _remember(self, group: Queued) -> None:
         self._seen[group.producer, group.counter] = (group.digest, group.oldest_version)
@@ -199,13 +241,18 @@ class Outbox:
         return counters
 
     def receipted(self, receipt: Receipt) -> list[int]:
-        """A receipt arrived: counters that are done and can be deleted. Unknown ones are ignored."""
-        self._failures, self._not_before_s = 0, 0.0
+        """A receipt arrived: counters that are done and can be deleted. Unknown ones are ignored.
+
+        The driver has checked that it is a trainer's, of this run, and to this producer. One that settles nothing
+        does not end a back-off: an empty receipt for each push would be a busy loop.
+        """
         done = []
         for group in receipt.groups:
             if self._pending.pop(group.counter, None) is not None:
                 self.counts[group.outcome] += 1
                 done.append(group.counter)
+        if done:
+            self._failures, self._not_before_s = 0, 0.0
         return done
 
     def failed(self, now_s: float) -> float:

@@ -1,0 +1,28 @@
+"""Held-out evaluation: greedy answers to problems that are never trained on (peers/environments/split.py)."""
+
+from peers.engines.transformers_engine import TransformersEngine
+from peers.environments import Environment, Scored
+from peers.environments.split import held_out_problems
+from peers.models.base import BaseModel
+from protocols.adapters import Adapter
+from protocols.manifest import Manifest
+
+
+def evaluate(
+    model: BaseModel, adapter: Adapter, environment: Environment, manifest: Manifest, num_problems: int
+) -> tuple[int, float | None]:
+    """(problems scored, mean reward of greedy answers); None when nothing could be scored.
+
+    An answer that hits max_new_tokens is scored as it stands; one that cannot be scored is left out.
+    """
+    problems = held_out_problems(environment, manifest.seed, num_problems)
+    engine = TransformersEngine(model, manifest.lora)
+    engine.load_adapter(0, adapter)
+    prompts = [model.tokenizer.encode(problem.prompt) for problem in problems]
+    answers = engine.greedy(prompts, manifest.sampling.max_new_tokens)
+    scores = [
+        environment.score(problem, model.tokenizer.decode(answer))
+        for problem, answer in zip(problems, answers, strict=True)
+    ]
+    rewards = [score.reward for score in scores if isinstance(score, Scored)]
+    return len(rewards), sum(rewards) / len(rewards) if rewards else None

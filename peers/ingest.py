@@ -1,0 +1,197 @@
+"""The trainer's door for rollouts: check, score again, judge, store, and only then sign the receipt.
+
+    push --size, signature, sender--> check each group (a thread) --> Intake.offer --> disk --> receipt
+
+A group's prompt is made again from (run seed, producer, counter) and its rewards are computed again, so a
+producer can neither pick easy problems nor praise itself. An accepted group is on disk before the receipt
+that lets its producer forget it.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from peers.environments import Environment, Scored
+from peers.environments.split import training_problem
+from peers.learning.learner import TrainingGroup
+from peers.models.base import Tokenizer
+from protocols.delivery import Intake, Queued
+from protocols.envelopes import Sealed, seal, unseal
+from protocols.faults import PeerFault
+from protocols.identity import short
+from protocols.manifest import Manifest
+from protocols.messages import (
+    Envelopes,
+    GroupReceipt,
+    PushRollouts,
+    Receipt,
+    Refused,
+    Reply,
+    RolloutBatch,
+    RolloutGroup,
+)
+from protocols.policy import Chain
+from protocols.rollouts import GroupRules, Rollout, pack_ids, unpack_group, unpack_ids
+from swarm.node import Node
+from swarm.storage import AcceptedGroup, TrainerStore
+
+log = logging.getLogger(__name__)
+
+REWARD_SLACK = 1e-6  # rewards travel as float64; a scorer may sum floats in another order
+
+_group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
+_rewards_decoder: msgspec.msgpack.Decoder[tuple[float | None, ...]] = msgspec.msgpack.Decoder(tuple[float | None, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One group after the content check: what is wrong with it, or the rewards we computed."""
+
+    group: RolloutGroup
+    fault: PeerFault | None
+    rewards: tuple[float | None, ...] = ()
+
+
+class Checker:
+    """Everything about a group that needs no state but the run's: pure, runs in a thread."""
+
+    def __init__(self, manifest: Manifest, environment: Environment, tokenizer: Tokenizer) -> None:
+        self.manifest = manifest
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self.rules = GroupRules(manifest.sampling, tokenizer.vocab_size, tokenizer.eos_ids)
+        self.mismatches: Counter[str] = Counter()
+        """Groups whose producer scored them otherwise, by producer."""
+
+    def check(self, producer: str, group: RolloutGroup, chain: Chain) -> Checked:
+        """Never raises for what a peer sent."""
+        try:
+            rollouts = unpack_group(group, self.rules)
+            self._check_versions(group, chain)
+            rewards = self._score(producer, group, rollouts)
+        except PeerFault as fault:
+            return Checked(group, fault)
+        return Checked(group, None, rewards)
+
+    @staticmethod
+    def _check_versions(group: RolloutGroup, chain: Chain) -> None:
+        newest = chain.get(group.newest_version)
+        if newest is None or chain.get(group.oldest_version) is None:
+            raise PeerFault("unknown version", f"{group.oldest_version} to {group.newest_version}")
+        if newest.message.adapter.digest != group.adapter:
+            raise PeerFault("wrong adapter", f"not the weights of v{group.newest_version}")
+
+    def _score(self, producer: str, group: RolloutGroup, rollouts: list[Rollout]) -> tuple[float | None, ...]:
+        problem = training_problem(self.environment, self.manifest.seed, producer, group.counter)
+        if pack_ids(self.tokenizer.encode(problem.prompt)) != group.prompt_ids:
+            raise PeerFault("wrong prompt", f"counter {group.counter}")
+        scores = [self.environment.score(problem, self.tokenizer.decode(rollout.token_ids)) for rollout in rollouts]
+        rewards = tuple(score.reward if isinstance(score, Scored) else None for score in scores)
+        if any(_differ(ours, theirs) for ours, theirs in zip(rewards, group.rewards, strict=True)):
+            self.mismatches[producer] += 1
+        return rewards
+
+
+class Ingest:
+    """Answers pushes. `lock` is held while groups go from the intake to the disk, and while a batch is taken."""
+
+    def __init__(self, node: Node, intake: Intake, store: TrainerStore, checker: Checker, chain: Chain) -> None:
+        self.node = node
+        self.intake = intake
+        self.store = store
+        self.checker = checker
+        self.chain = chain
+        self.steps_done = 0
+        self.closed = False
+        self.received_bytes = 0
+        self.arrived = asyncio.Event()
+        self.lock = asyncio.Lock()
+        self.refusals: Counter[str] = Counter()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingest")
+
+    async def push(self, request: PushRollouts, peer_id: str) -> Reply:
+        """The node's handler of PushRollouts."""
+        self.received_bytes += len(request.envelope)
+        try:
+            sealed = self._open(request, peer_id)
+            self.intake.admit(peer_id, len(sealed.message.groups))
+        except PeerFault as fault:
+            self.refusals[fault.reason] += 1
+            log.info("push of %s refused: %s", short(peer_id), fault)
+            return Refused(fault.reason)
+        loop = asyncio.get_running_loop()
+        checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, sealed.message.groups)
+        async with self.lock:
+            if self.closed:
+                return Refused("run ended")
+            return await self._judge(peer_id, checked)
+
+    def _open(self, request: PushRollouts, peer_id: str) -> Sealed[RolloutBatch]:
+        sealed = unseal(request.envelope, RolloutBatch)
+        if sealed.sender != peer_id:
+            raise PeerFault("sender is not the peer", short(sealed.sender))
+        if sealed.message.run != self.node_run:
+            raise PeerFault("foreign run", sealed.message.run)
+        if self.closed:
+            raise PeerFault("run ended")
+        return sealed
+
+    @property
+    def node_run(self) -> str:
+        """The run that this trainer trains."""
+        return self.checker.manifest.run
+
+    def _check_all(self, peer_id: str, groups: tuple[RolloutGroup, ...]) -> list[Checked]:
+        return [self.checker.check(peer_id, group, self.chain) for group in groups]
+
+    async def _judge(self, peer_id: str, checked: list[Checked]) -> Reply:
+        receipts: list[GroupReceipt] = []
+        accepted: list[AcceptedGroup] = []
+        for each in checked:
+            receipt = self.intake.offer(peer_id, each.group, self.steps_done, each.fault)
+            receipts.append(receipt)
+            if receipt.outcome == "accepted":
+                queued = Queued(receipt.digest, peer_id, each.group.counter, each.group.oldest_version)
+                body, rewards = msgspec.msgpack.encode(each.group), msgspec.msgpack.encode(each.rewards)
+                accepted.append(AcceptedGroup(queued, body, rewards))
+        if accepted:
+            try:
+                await self.store.add_groups(accepted)
+            except OSError as error:
+                self.intake.retract([group.queued.digest for group in accepted])
+                self.node.warn("cannot store rollouts", str(error))
+                return Refused("trainer cannot store")
+            self.arrived.set()
+        receipt = Receipt(self.node_run, peer_id, tuple(receipts), self.steps_done, self.intake.queued)
+        return Envelopes((seal(self.node.identity.key, receipt).raw,))
+
+    async def training_groups(self, digests: list[bytes]) -> list[TrainingGroup]:
+        """Stored groups as the learner wants them, in the order asked for."""
+        stored = await self.store.bodies(digests)
+        return [self._training_group(body, rewards) for body, rewards in stored]
+
+    def _training_group(self, body: bytes, rewards: bytes) -> TrainingGroup:
+        group = _group_decoder.decode(body)
+        rollouts = unpack_group(group, self.checker.rules)
+        return TrainingGroup(
+            prompt_ids=unpack_ids(group.prompt_ids),
+            completions=tuple(rollout.token_ids for rollout in rollouts),
+            logprobs=tuple(rollout.logprobs for rollout in rollouts),
+            rewards=_rewards_decoder.decode(rewards),
+            truncated=group.truncated,
+            age=max(0, self.steps_done - group.oldest_version),
+        )
+
+    def close(self) -> None:
+        """No more pushes are checked."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _differ(ours: float | None, theirs: float | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is not theirs
+    return abs(ours - theirs) > REWARD_SLACK

@@ -1,0 +1,501 @@
+"""The trainer: takes rollouts in, learns, publishes versions, keeps the record.
+
+    pushes --Ingest--> queue on disk --gate 3--> Learner.step --> files --> one transaction --> announce
+                                                                  |            |
+                                            checkpoint and blob, fsync         groups consumed, step, announcement
+
+Whatever happens before the transaction leaves nothing but files that the next start removes; whatever
+happens after it finds everything on disk. So a group is trained exactly once, and a version that was ever
+announced is announced again with the same bytes (DESIGN sections 6 and 8).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from peers.checkpoints import KEPT, Checkpoints
+from peers.ingest import Checker, Ingest
+from peers.record import Record, same_manifest
+from protocols.adapters import Adapter, adapter_digest, decode_adapter, encode_adapter
+from protocols.delivery import Intake, Queued
+from protocols.directory import RecordKey, RecordKind
+from protocols.envelopes import Sealed, unseal
+from protocols.faults import LocalFault, PeerFault, TransportFault
+from protocols.ledger import Consumed, VersionEntry
+from protocols.manifest import Manifest
+from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat
+from protocols.policy import Chain, Extended
+from protocols.presence import BEAT_S, SILENT_S
+from swarm.identity import load_identity, lock_home
+from swarm.node import Node, NodeConfig, now_ms
+from swarm.storage import StepRecord, TrainerStore
+from swarm.tasks import run_loops
+
+log = logging.getLogger(__name__)
+
+NO_ROLLOUTS_S = 30.0  # how long the trainer waits before it says what it waits for
+VERSIONS_KEPT_MIN = 4  # blobs kept besides those within the bound, for peers that are a little late
+LINGER_S = 15.0  # how long a trainer stays to tell everybody that the run is over
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What `swarm train` was told."""
+
+    home: Path
+    run: str
+    model: str
+    make_manifest: Callable[[bytes, int], Sealed[Manifest]]
+    """Signs the manifest, given the digest of the base weights and the revision."""
+    bootstrap: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    evaluation_problems: int = 200
+    allow_code: bool = False
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where the trainer's time went, in seconds."""
+
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    publish_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a trainer is made of, opened in this order and closed in reverse."""
+
+    store: TrainerStore
+    record: Record
+    checkpoints: Checkpoints
+    chain: Chain
+    intake: Intake
+    ingest: Ingest
+
+
+async def run_trainer(options: TrainerOptions, on_ready: Callable[[list[str]], None]) -> None:
+    """Train until max_steps, or until cancelled. Raises ValueError, TransportFault."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(lock_home(options.home))
+        identity, _ = load_identity(options.home / "peer.key")
+        config = NodeConfig(
+            role="trainer", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
+        )
+        node = await Node.start(identity, options.home, config, [options.run])
+        stack.push_async_callback(node.close)
+        trainer = Trainer(node, options)
+        stack.callback(trainer.close)
+        await trainer.open()
+        node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
+        on_ready(node.host.addresses)
+        try:
+            await run_loops(node.loops() | {"train": trainer.train, "peers": trainer.show_peers}, trainer.done)
+        finally:
+            await trainer.emit_final()
+
+
+class Trainer:
+    """See the module's docstring."""
+
+    def __init__(self, node: Node, options: TrainerOptions) -> None:
+        self.node = node
+        self.options = options
+        self.follower = node.followers[options.run]
+        self.done = asyncio.Event()
+        self.spent = Spent()
+        self.started_s = time.monotonic()
+        self.parts: Parts
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._told: set[str] = set()
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run on the learner's one thread: models are not shared between threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    # ------------------------------------------------------------------ opening
+
+    async def open(self) -> None:
+        """Load, restore, publish version 0 or announce the head again. Raises ValueError, TransportFault."""
+        from peers.environments.load import load_environment
+        from peers.learning.learner import Learner
+        from peers.models.load import load_model
+
+        node, options = self.node, self.options
+        self.store = TrainerStore(options.home / "trainer.sqlite")
+        self.model = await self._in_thread(load_model, options.model)
+        record = Record(node.identity, self.store, options.home)
+        manifest = await self._manifest(record)
+        self.environment = load_environment(manifest.environment, options.allow_code)
+        self.learner: Learner = await self._in_thread(
+            Learner, self.model, manifest.lora, manifest.learning, manifest.sampling.temperature, manifest.seed
+        )
+        chain = await self._open_chain()
+        checkpoints = Checkpoints(options.home / "checkpoints")
+        intake = Intake(max_lag=manifest.max_lag, batch_groups=manifest.learning.batch_groups)
+        checker = Checker(manifest, self.environment, self.model.tokenizer)
+        ingest = Ingest(node, intake, self.store, checker, chain)
+        self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
+        await self._restore()
+        await record.restore(chain, self.learner.steps)
+        self.follower.progress = lambda: (ingest.steps_done, intake.queued)
+        self.follower.beat = self._beat
+        self.follower.capacity = self._capacity
+        node.on_push = ingest.push
+        await self.follower.put_manifest()
+        if chain.head is None:
+            await self._publish_first()
+        await self._announce(chain.head)
+
+    async def _manifest(self, record: Record) -> Manifest:
+        """The manifest in force: the one of the last start, or a new revision if the configuration changed."""
+        old = await record.manifest()
+        new = self.options.make_manifest(self.model.digest, 0 if old is None else old.message.revision + 1)
+        if old is not None and same_manifest(old, new):
+            new = old
+        if self.node.peer_id not in new.message.trainers:
+            raise ValueError(f"trainers: {self.node.peer_id} (the key in {self.node.identity.path}) is not among them")
+        if old is not None and old.message.max_lag != new.message.max_lag:
+            raise ValueError(
+                f"max_lag: the bound of a run is fixed ({old.message.max_lag}); start a new run to change it"
+            )
+        self.follower.rules.learn(new)
+        if new is not old:
+            version = max((unseal(raw, Announcement).message.version for raw in await self.store.chain()), default=-1)
+            await record.set_manifest(new, version)
+        return new.message
+
+    async def _open_chain(self) -> Chain:
+        """Our own chain from disk; refused when the swarm knows a longer one signed by this key (case B45)."""
+        follower = self.follower
+        follower.store = self.store
+        chain = await follower.open_chain()
+        follower.store = None  # from here on a version is stored by the step's own transaction
+        before = chain.version
+        await follower.read_peers()
+        for peer_id in dict.fromkeys([*self.node.bootstraps.values(), *list(follower.ads)[:3]]):
+            if peer_id != self.node.peer_id:
+                await follower.catch_up(peer_id)
+        known = max(chain.version, await self._head_in_directory())
+        if known > before or chain.equivocations:
+            raise ValueError(
+                f"run {chain.run} already has version {known} signed by this trainer's key, but {self.options.home} "
+                f"ends at version {before}: start from the home that made it, or `swarm init` a new run"
+            )
+        return chain
+
+    async def _head_in_directory(self) -> int:
+        key = RecordKey(self.options.run, RecordKind.HEAD)
+        try:
+            raw = (await self.node.directory.get(key)).get(self.node.peer_id)
+        except TransportFault as fault:
+            log.info("no head in the DHT: %s", fault)
+            return -1
+        try:
+            return unseal(raw, Announcement).message.version if raw is not None else -1
+        except PeerFault:
+            return -1
+
+    async def _restore(self) -> None:
+        """Weights, optimizer and queue as the last committed step left them (case B73)."""
+        parts, learner = self.parts, self.learner
+        rows = await parts.store.steps(KEPT)
+        steps = rows[0][0] if rows else 0
+        found = await self._load_newest(rows)
+        if found != steps or (not rows and parts.chain.head is not None):
+            await self._load_published(steps)
+        learner.steps = steps
+        parts.checkpoints.keep_only({name for _, name, _ in rows})
+        oldest = steps - parts.intake.max_lag
+        consumed: list[Queued] = []
+        for state in ("trained", "no_signal", "stale"):
+            consumed += await parts.store.groups(state, max(0, oldest))
+        parts.intake.restore(await parts.store.groups("queued"), consumed)
+        for producer, counter in (await parts.store.next_counters()).items():
+            parts.intake.used(producer, counter)
+        parts.ingest.steps_done = steps
+
+    async def _load_newest(self, rows: Sequence[tuple[int, str, bytes]]) -> int:
+        """Load the newest checkpoint that is whole; the step it is of, 0 for none."""
+        for step, name, digest in rows:
+            state = await asyncio.to_thread(self.parts.checkpoints.read, name, digest)
+            if state is not None:
+                await self._in_thread(self.learner.load_state, state)
+                return step
+            self.node.warn("damaged checkpoint", f"{name} is missing or damaged; going back to the one before")
+        return 0
+
+    async def _load_published(self, steps: int) -> None:
+        """The newest weights are those that were published; only the optimizer's moments are older."""
+        head = self.parts.chain.head
+        blob = None
+        if head is not None:
+            blob = await asyncio.to_thread(self.node.exchange.blobs.get, head.message.adapter.keyframe.root)
+        if head is None or blob is None:
+            raise ValueError(
+                f"no usable checkpoint of step {steps} in {self.parts.checkpoints.folder}, and the published adapter "
+                "is not there either: restore the folder from a copy"
+            )
+        await self._in_thread(self.learner.load_adapter, decode_adapter(blob))
+        if head.message.version < steps:
+            self.node.warn("steps lost", f"weights are those of v{head.message.version}, {steps} steps were done")
+
+    # ------------------------------------------------------------------ training
+
+    async def train(self) -> None:
+        """Step after step until max_steps, then end the run."""
+        max_steps = self.follower.manifest.max_steps
+        if await self.parts.record.end() is None:
+            if self.learner.steps == 0:
+                await self._evaluate()
+            while self.learner.steps < max_steps:
+                await self._one_step()
+            await self._evaluate()
+        await self._finish()
+        self.done.set()
+
+    async def _one_step(self) -> None:
+        begun_s = time.monotonic()
+        batch = await self._next_batch()
+        waited_s = time.monotonic() - begun_s
+        groups = await self.parts.ingest.training_groups([group.digest for group in batch])
+        steps_before = self.learner.steps
+        begun_s = time.monotonic()
+        report = await self._in_thread(self.learner.step, groups)
+        trained_s = time.monotonic() - begun_s
+        begun_s = time.monotonic()
+        if report.skipped is None:
+            await self._commit(batch, report.metrics())
+        else:
+            await self.parts.store.set_state([group.digest for group in batch], "no_signal", steps_before)
+            self.parts.intake.settle("no_signal")
+        published_s = time.monotonic() - begun_s
+        self.spent.wait_s += waited_s
+        self.spent.train_s += trained_s
+        self.spent.publish_s += published_s
+        lags = [steps_before - group.oldest_version for group in batch]
+        self.node.metrics.emit(
+            "step",
+            step=self.learner.steps,
+            version=self.parts.chain.version,
+            skipped=report.skipped,
+            loss=report.loss,
+            reward=report.reward_mean,
+            zero_std_share=report.zero_std_share,
+            grad_norm=report.grad_norm,
+            ratio_mean=report.ratio_mean,
+            logprob_gap=report.abs_logprob_gap_mean,
+            lag_max=max(lags),
+            lag_mean=sum(lags) / len(lags),
+            groups=len(batch),
+            queued=self.parts.intake.queued,
+            train_s=round(trained_s, 4),
+            wait_s=round(waited_s, 4),
+            publish_s=round(published_s, 4),
+            tokens=report.tokens,
+        )
+
+    async def _next_batch(self) -> tuple[Queued, ...]:
+        """Gate 3: a full batch within the bound, waiting for it if need be."""
+        parts = self.parts
+        while True:
+            parts.ingest.arrived.clear()
+            async with parts.ingest.lock:
+                batch = parts.intake.take(self.learner.steps)
+                if batch is not None and batch.stale:
+                    await self._set_stale(batch.stale)
+            if batch is not None and batch.groups:
+                return batch.groups
+            try:
+                async with asyncio.timeout(NO_ROLLOUTS_S):
+                    await parts.ingest.arrived.wait()
+            except TimeoutError:
+                queued, wanted = parts.intake.queued, parts.intake.batch_groups
+                alive = len(self.node.sessions.alive(time.monotonic()))
+                self.node.warn("waiting for rollouts", f"{queued} of {wanted} groups queued, {alive} peers alive")
+
+    async def _set_stale(self, groups: Sequence[Queued]) -> None:
+        await self.parts.store.set_state([group.digest for group in groups], "stale", self.learner.steps)
+
+    async def _commit(self, batch: tuple[Queued, ...], metrics: dict[str, float]) -> None:
+        """Files first, then the transaction, then the announcement."""
+        parts, step = self.parts, self.learner.steps
+        state, adapter = await self._in_thread(lambda: (self.learner.state(), self.learner.adapter()))
+        name, digest = await asyncio.to_thread(parts.checkpoints.write, step, state)
+        consumed = [Consumed(group.digest, group.producer, group.oldest_version, step - 1) for group in batch]
+        pending = parts.record.pending + sorted(consumed, key=lambda group: group.digest)
+        publishes = step % self.follower.manifest.publish_every == 0 or step == self.follower.manifest.max_steps
+        sealed: Sealed[Announcement] | None = None
+        if publishes:
+            ref = await asyncio.to_thread(self._store_adapter, adapter)
+            sealed = parts.record.announcement(parts.chain, step, ref, pending, metrics)
+        announcement = (step, sealed.raw) if sealed is not None else None
+        digests = tuple(group.digest for group in batch)
+        await parts.store.commit_step(StepRecord(step, name, digest, digests, announcement))
+        parts.intake.settle("trained")
+        parts.ingest.steps_done = step
+        async with parts.ingest.lock:
+            stale = parts.intake.sweep(step)
+            if stale:
+                await self._set_stale(stale)
+        parts.intake.forget(step)
+        parts.record.pending = [] if publishes else pending
+        if sealed is not None:
+            await asyncio.to_thread(parts.record.append, VersionEntry(sealed.raw, tuple(pending)))
+            self._extend(sealed)
+            await self._announce(sealed)
+        await self._clean_up(step)
+
+    def _store_adapter(self, adapter: Adapter) -> AdapterRef:
+        return AdapterRef(adapter_digest(adapter), self.node.exchange.blobs.put(encode_adapter(adapter)))
+
+    def _extend(self, sealed: Sealed[Announcement]) -> None:
+        outcome = self.parts.chain.extend(sealed)
+        if not isinstance(outcome, Extended):
+            raise LocalFault(f"our own announcement does not extend our chain: {outcome}")
+
+    async def _announce(self, sealed: Sealed[Announcement] | None) -> None:
+        """Tell everybody, by gossip now and by the DHT in the background of the next step."""
+        if sealed is not None:
+            await self.follower.publish(sealed)
+            self.follower.head_changed()
+
+    async def _publish_first(self) -> None:
+        """Version 0: the freshly initialised adapter, trained on nothing."""
+        parts = self.parts
+        adapter = await self._in_thread(self.learner.adapter)
+        ref = await asyncio.to_thread(self._store_adapter, adapter)
+        sealed = parts.record.announcement(parts.chain, 0, ref, [], {})
+        await parts.store.extend_chain([(0, sealed.raw)])
+        await asyncio.to_thread(parts.record.append, VersionEntry(sealed.raw, ()))
+        self._extend(sealed)
+
+    async def _clean_up(self, step: int) -> None:
+        """Keep what the bound, late peers and a fallback may need; nothing else."""
+        parts = self.parts
+        rows = await parts.store.steps(KEPT)
+        entries = parts.chain.entries[-(parts.intake.max_lag + VERSIONS_KEPT_MIN) :]
+        roots = {entry.message.adapter.keyframe.root for entry in entries}
+        await asyncio.to_thread(parts.checkpoints.keep_only, {name for _, name, _ in rows})
+        await asyncio.to_thread(self.node.exchange.blobs.keep_only, roots)
+
+    async def _evaluate(self) -> None:
+        """Greedy accuracy on held-out problems under the adapter as it stands."""
+        if self.options.evaluation_problems == 0:
+            return
+        from peers.evaluation import evaluate
+
+        problems, share = await self._in_thread(
+            evaluate,
+            self.model,
+            self.learner.adapter(),
+            self.environment,
+            self.follower.manifest,
+            self.options.evaluation_problems,
+        )
+        self.node.metrics.emit("eval", step=self.learner.steps, greedy=share, problems=problems)
+
+    # ------------------------------------------------------------------ ending
+
+    async def _finish(self) -> None:
+        """Sign the end, account for what is left in the queue, and stay until everybody alive has heard it."""
+        parts = self.parts
+        async with parts.ingest.lock:
+            parts.ingest.closed = True
+            left = await parts.store.groups("queued")
+            await parts.store.set_state([group.digest for group in left], "unused", self.learner.steps)
+        sealed = await parts.record.sign_end(parts.chain)
+        parts.chain.finish(sealed)
+        self.follower.ended.set()
+        await self.follower.publish(sealed)
+        ended_s = time.monotonic()
+        while time.monotonic() - ended_s < LINGER_S:
+            await asyncio.sleep(BEAT_S / 4)
+            waiting = [
+                peer
+                for peer, seen in self.node.neighbours.items()
+                if time.monotonic() - seen.heard_s < SILENT_S and seen.heard_s < ended_s + BEAT_S / 4
+            ]
+            if not waiting:
+                return
+
+    async def emit_final(self) -> None:
+        """The numbers of this process's life, for the report."""
+        if not hasattr(self, "parts"):
+            return
+        counts = dict(self.parts.intake.counts) | await self.parts.store.counts()
+        counts.pop("queued", None)
+        self.node.metrics.emit(
+            "final",
+            counts=counts,
+            reasons=dict(self.parts.intake.reasons + self.parts.ingest.refusals),
+            version=self.parts.chain.version,
+            steps=self.learner.steps,
+            wall_s=round(time.monotonic() - self.started_s, 3),
+            train_s=round(self.spent.train_s, 3),
+            wait_s=round(self.spent.wait_s, 3),
+            publish_s=round(self.spent.publish_s, 3),
+            bytes={
+                "adapters": self.node.exchange.sent_bytes,
+                "rollouts": self.parts.ingest.received_bytes,
+                "gossip": self.follower.gossip_bytes,
+            },
+            ledger=str(self.parts.record.path),
+        )
+
+    def close(self) -> None:
+        """Stop the threads and close the files."""
+        if hasattr(self, "parts"):
+            self.parts.ingest.close()
+        if hasattr(self, "store"):
+            self.store.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    # ------------------------------------------------------------------ telling others
+
+    def _beat(self) -> Heartbeat:
+        version = self.parts.chain.version
+        return Heartbeat(
+            run=self.options.run, session=self.node.session, role="trainer", version=version if version >= 0 else None
+        )
+
+    def _capacity(self) -> CapacityAd:
+        version = self.parts.chain.version
+        return CapacityAd(
+            run=self.options.run,
+            session=self.node.session,
+            role="trainer",
+            issued_ms=now_ms(),
+            version=version if version >= 0 else None,
+            addresses=tuple(self.node.host.addresses[:16]),
+        )
+
+    async def show_peers(self) -> None:
+        """Who is here, every beat, for the live view."""
+        while True:
+            now_s = time.monotonic()
+            rows = []
+            for peer_id, seen in self.node.neighbours.items():
+                ad = self.follower.ads.get(peer_id)
+                rows.append(
+                    {
+                        "peer_id": peer_id,
+                        "role": seen.beat.role,
+                        "version": seen.beat.version,
+                        "tokens_per_s": seen.beat.tokens_per_s,
+                        "engine": ad.message.engine if ad is not None else None,
+                        "device": ad.message.device if ad is not None else None,
+                        "silent_s": round(now_s - seen.heard_s, 1),
+                    }
+                )
+            self.node.metrics.emit("peers", peers=rows)
+            await asyncio.sleep(BEAT_S)

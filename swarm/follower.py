@@ -1,0 +1,505 @@
+"""Follows one run: its manifest, its policy chain, its heartbeats, its neighbourhood.
+
+The head of the chain arrives on four ways, any of which is enough: gossip (milliseconds), the answer to a
+heartbeat (2 s), the DHT (15 s), and another peer's heartbeat. Whatever brought the news, the announcements
+themselves are fetched and verified the same way, so a peer that missed everything ends in the same state.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from protocols.directory import (
+    HEAD_LIFE_S,
+    HEAD_REFRESH_S,
+    MANIFEST_LIFE_S,
+    PEER_LIFE_S,
+    PEER_RENEW_S,
+    DirectoryRules,
+    RecordKey,
+    RecordKind,
+    check_manifest,
+    shard_of,
+)
+from protocols.envelopes import Sealed, seal, unseal
+from protocols.faults import PeerFault, TransportFault
+from protocols.identity import short
+from protocols.manifest import Manifest
+from protocols.messages import (
+    CHAIN_PAGE_MAX,
+    Announcement,
+    CapacityAd,
+    ChainRequest,
+    Envelopes,
+    Heartbeat,
+    HeartbeatReply,
+    ManifestRequest,
+    Refused,
+    RunEnd,
+)
+from protocols.policy import Chain, Equivocation, Extended, Gap
+from protocols.presence import BEAT_S, SILENT_S
+from swarm.storage import PeerStore
+from swarm.tasks import Loop
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+log = logging.getLogger(__name__)
+
+INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
+OFFENCES_MAX = 8  # invalid messages until a sender is ignored; an honest bug shows itself in fewer
+MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
+NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
+MANIFEST_ASK_S = 1.0
+DIRECTORY_READ_S = 15.0
+CAPACITY_FIRST_S = 1.0
+
+Progress = tuple[int | None, int | None]
+
+
+class Follower:
+    """One run, as one node sees it."""
+
+    def __init__(self, node: "Node", rules: DirectoryRules, store: PeerStore | None) -> None:
+        self.node = node
+        self.rules = rules
+        self.run = rules.run
+        self.store = store
+        self.chain: Chain | None = None
+        self.ended = asyncio.Event()
+        self.changed = asyncio.Condition()
+        """Notified when the chain, the trainer's progress or the end of the run becomes known."""
+        self.refusals: Counter[str] = Counter()
+        self.gossip_bytes = 0
+        self.trainer_step: int | None = None
+        self.trainer_queued: int | None = None
+        self.capacity: Callable[[], CapacityAd] | None = None
+        self.beat: Callable[[], Heartbeat] = lambda: Heartbeat(
+            run=self.run, session=node.session, role=node.config.role
+        )
+        self.progress: Callable[[], Progress] = lambda: (None, None)
+        self.holders: dict[str, int] = {}
+        """Version that each neighbour said it holds."""
+        self.ads: dict[str, Sealed[CapacityAd]] = {}
+        self._inbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(INBOX_MAX)
+        self._offences: Counter[str] = Counter()
+        self._unreachable_since: dict[str, float] = {}
+        self._catching_up = asyncio.Lock()
+        self._head_changed = False
+
+    @property
+    def policy_topic(self) -> str:
+        """Announcements and the end of the run."""
+        return f"echo/1/{self.run}/policy"
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest; only once `find_manifest` has returned."""
+        assert self.rules.manifest is not None
+        return self.rules.manifest.message
+
+    def loops(self) -> dict[str, Loop]:
+        """What keeps this peer up to date."""
+        return {
+            f"gossip {self.run}": self._hear_gossip,
+            f"heartbeats {self.run}": self._beat_forever,
+            f"directory {self.run}": self._keep_directory,
+            f"neighbourhood {self.run}": self._keep_neighbourhood,
+        }
+
+    def close(self) -> None:
+        """Close the store, if it is ours."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def ignores(self, peer_id: str) -> bool:
+        """True for a sender of too many invalid messages."""
+        return self._offences[peer_id] >= OFFENCES_MAX
+
+    # ------------------------------------------------------------------ manifest and chain
+
+    async def find_manifest(self) -> Manifest:
+        """The newest manifest that anyone has; waits until the run has one."""
+        waiting_since_s = 0.0
+        while self.rules.manifest is None:
+            for peer_id in list(self.node.bootstraps.values()):
+                await self._ask_manifest(peer_id)
+            if self.rules.manifest is None:
+                await self._read_manifest()
+            if self.rules.manifest is None:
+                if waiting_since_s == 0.0 or time.monotonic() - waiting_since_s > 30:
+                    self.node.warn("no manifest yet", f"run {self.run} has no trainer so far; waiting for it")
+                    waiting_since_s = time.monotonic()
+                await asyncio.sleep(MANIFEST_ASK_S)
+        return self.manifest
+
+    async def _ask_manifest(self, peer_id: str) -> None:
+        try:
+            reply = await self.node.ask(peer_id, ManifestRequest(self.run))
+            match reply:
+                case Envelopes(envelopes):
+                    for raw in envelopes:
+                        self.rules.learn(check_manifest(raw, self.run))
+                case Refused("unknown run"):
+                    raise TransportFault("unknown run", f"{short(peer_id)} does not serve {self.run}")
+        except PeerFault as fault:
+            await self.offence(peer_id, fault)
+        except TransportFault as fault:
+            if fault.code == "unknown run":
+                raise
+            log.info("no manifest from %s: %s", short(peer_id), fault)
+
+    async def _read_manifest(self) -> None:
+        try:
+            await self.node.directory.get(RecordKey(self.run, RecordKind.MANIFEST))  # the rules learn it
+        except TransportFault as fault:
+            log.info("no manifest in the DHT: %s", fault)
+
+    async def open_chain(self) -> Chain:
+        """The chain as this peer's disk knows it. Needs the manifest."""
+        self.chain = Chain(self.manifest)
+        if self.store is not None:
+            for trainer, version, first, second in await self.store.evidence():
+                self.chain.equivocations[trainer] = Equivocation(trainer, version, first, second)
+            for raw in await self.store.chain():
+                try:
+                    self.chain.extend(unseal(raw, Announcement))
+                except PeerFault as fault:
+                    self.node.warn("damaged chain", f"{fault}; the rest is fetched again")
+                    break
+        return self.chain
+
+    def page(self, first: int) -> tuple[bytes, ...]:
+        """The answer to a ChainRequest."""
+        if self.chain is None:
+            return ()
+        entries = self.chain.since(first, CHAIN_PAGE_MAX)
+        raws = [entry.raw for entry in entries]
+        at_head = not entries or entries[-1].message.version == self.chain.version
+        if at_head and self.chain.end is not None:
+            raws.append(self.chain.end.raw)
+        return tuple(raws)
+
+    async def take(self, raw: bytes, source: str) -> bool:
+        """One envelope of the policy topic, wherever it came from. True if it was news. Raises PeerFault."""
+        try:
+            announcement = unseal(raw, Announcement)
+        except PeerFault as fault:
+            if fault.reason == "envelope too large":
+                raise
+            return await self._take_end(unseal(raw, RunEnd), source)
+        return await self._take_announcement(announcement, source)
+
+    async def _take_announcement(self, sealed: Sealed[Announcement], source: str) -> bool:
+        if self.chain is None:
+            return False
+        match self.chain.extend(sealed):
+            case Extended():
+                if self.store is not None:
+                    await self.store.extend_chain([(sealed.message.version, sealed.raw)])
+                await self._notify()
+                return True
+            case Gap():
+                await self.catch_up(source)
+                return True
+            case Equivocation() as proof:
+                await self._record(proof)
+                await self._notify()
+        return False
+
+    async def _record(self, proof: Equivocation) -> None:
+        if self.store is not None:
+            await self.store.add_evidence(proof.trainer, proof.version, proof.first, proof.second)
+        text = f"trainer {short(proof.trainer)} signed two different versions {proof.version}; both are refused"
+        self.node.warn("equivocation", text)
+
+    async def _take_end(self, sealed: Sealed[RunEnd], source: str) -> bool:
+        if self.chain is None or self.chain.end is not None:
+            return False
+        if not self.chain.finish(sealed):
+            await self.catch_up(source)
+            return True
+        self.ended.set()
+        await self._notify()
+        return True
+
+    async def catch_up(self, source: str) -> None:
+        """Fetch what this peer lacks, page by page, from `source`. Faults are counted, not raised."""
+        if self._catching_up.locked() or self.chain is None:
+            return
+        async with self._catching_up:
+            try:
+                await self._fetch_chain(self.chain, source)
+            except PeerFault as fault:
+                await self.offence(source, fault)
+            except TransportFault as fault:
+                log.info("no chain from %s: %s", short(source), fault)
+
+    async def _fetch_chain(self, chain: Chain, source: str) -> None:
+        while True:
+            reply = await self.node.ask(source, ChainRequest(self.run, chain.version + 1))
+            if not isinstance(reply, Envelopes) or not reply.envelopes:
+                return
+            before = (chain.version, chain.end)
+            for raw in reply.envelopes:
+                await self.take(raw, source)
+            if (chain.version, chain.end) == before:
+                return
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ gossip
+
+    async def publish(self, sealed: Sealed[Announcement] | Sealed[RunEnd]) -> None:
+        """Tell everybody at once. Not to be relied on."""
+        try:
+            await self.node.host.publish(self.policy_topic, sealed.raw)
+            self.gossip_bytes += len(sealed.raw)
+        except TransportFault as fault:
+            log.warning("gossip failed: %s", fault)
+
+    async def _hear_gossip(self) -> None:
+        await self.node.host.subscribe(self.policy_topic, self._enqueue)
+        while True:
+            sender, raw = await self._inbox.get()
+            try:
+                await self.take(raw, sender)
+            except PeerFault as fault:
+                await self.offence(sender, fault)
+
+    def _enqueue(self, sender: str, raw: bytes) -> None:
+        self.gossip_bytes += len(raw)
+        if self.ignores(sender):
+            self.refusals["ignored sender"] += 1
+            return
+        if self._inbox.full():
+            self._inbox.get_nowait()  # the oldest: the latest version wins
+            self.refusals["inbox full"] += 1
+        self._inbox.put_nowait((sender, raw))
+
+    async def offence(self, peer_id: str, fault: PeerFault) -> None:
+        """Count nonsense against its sender; too much of it and the sender is ignored and disconnected."""
+        self.refusals[fault.reason] += 1
+        self._offences[peer_id] += 1
+        log.info("refused from %s: %s", short(peer_id), fault)
+        if self._offences[peer_id] == OFFENCES_MAX:
+            self.node.warn("peer ignored", f"{short(peer_id)} sent {OFFENCES_MAX} invalid messages, the last: {fault}")
+            try:
+                await self.node.host.disconnect(peer_id)
+            except TransportFault as error:
+                log.info("could not disconnect %s: %s", short(peer_id), error)
+
+    # ------------------------------------------------------------------ heartbeats
+
+    def heard_of(self, peer_id: str, version: int | None) -> None:
+        """A neighbour said which version it holds: a source for it, and perhaps news."""
+        if version is not None:
+            self.holders[peer_id] = version
+
+    async def _beat_forever(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            trainers = () if self.node.config.role == "bootstrap" else self._trainers()  # they beat to us
+            targets = dict.fromkeys([*self.node.config.bootstrap, *trainers])
+            await asyncio.gather(*(self._beat_to(target) for target in targets))
+            await asyncio.sleep(max(0.1, BEAT_S - (time.monotonic() - started_s)))
+
+    def _trainers(self) -> Iterable[str]:
+        if self.rules.manifest is None:
+            return []
+        return [peer_id for peer_id in self.manifest.trainers if peer_id != self.node.peer_id]
+
+    async def _beat_to(self, target: str) -> None:
+        """One heartbeat to a bootstrap address or to a trainer's peer id."""
+        is_bootstrap = target.startswith("/")
+        try:
+            peer_id = self.node.bootstraps.get(target) if is_bootstrap else target
+            if peer_id is None or target in self._unreachable_since:
+                peer_id = await self._reconnect(target)
+            reply = await self.node.ask(peer_id, self.beat(), BEAT_S)
+            if not isinstance(reply, HeartbeatReply):
+                raise PeerFault("unexpected reply", type(reply).__name__)
+        except PeerFault as fault:
+            self.refusals[fault.reason] += 1
+            return
+        except TransportFault as fault:
+            self._lost(target, fault)
+            return
+        self._found(target)
+        await self._on_reply(peer_id, reply)
+
+    async def _reconnect(self, target: str) -> str:
+        if not target.startswith("/"):
+            await self.reach(target)
+            return target
+        peer_id = await self.node.host.connect(target, BEAT_S)
+        await self.node.hello(peer_id, self.run)
+        self.node.bootstraps[target] = peer_id
+        await self.node.directory.add_peer(peer_id)  # a restarted bootstrap peer knows nobody
+        return peer_id
+
+    async def _on_reply(self, peer_id: str, reply: HeartbeatReply) -> None:
+        if reply.verdict in ("identity taken", "banned", "unknown run"):
+            raise TransportFault(reply.verdict, f"says {short(peer_id)}")
+        if reply.step is not None and peer_id in self._trainers():
+            await self.trainer_said(reply.step, reply.queued)
+        if self.chain is None:
+            return
+        if (reply.head is not None and reply.head > self.chain.version) or (reply.ended and not self.ended.is_set()):
+            await self.catch_up(peer_id)
+
+    async def trainer_said(self, step: int, queued: int | None) -> None:
+        """A heartbeat's answer or a receipt told how far the trainer is."""
+        if (self.trainer_step, self.trainer_queued) != (step, queued):
+            self.trainer_step, self.trainer_queued = step, queued
+            await self._notify()
+
+    def _lost(self, target: str, fault: TransportFault) -> None:
+        what = "bootstrap" if target.startswith("/") else "trainer"
+        if target not in self._unreachable_since:
+            self._unreachable_since[target] = time.time()
+            self.node.warn(f"{what} unreachable", f"since {time.strftime('%H:%M:%S')}: {fault}")
+
+    def _found(self, target: str) -> None:
+        if self._unreachable_since.pop(target, None) is not None:
+            what = "bootstrap" if target.startswith("/") else "trainer"
+            self.node.warn(f"{what} reachable", f"{target[-60:]} answers again")
+
+    # ------------------------------------------------------------------ directory and neighbourhood
+
+    async def _keep_directory(self) -> None:
+        """Keep the manifest alive, renew our capacity, refresh the head (the trainer's), read the others'."""
+        last_s = dict.fromkeys(("manifest", "capacity", "head"), -1e9)
+        while True:
+            now_s = time.monotonic()
+            if self.chain is not None:
+                self.chain.update_manifest(self.manifest)
+            if self.rules.manifest is not None and now_s - last_s["manifest"] > MANIFEST_LIFE_S / 3:
+                last_s["manifest"] = now_s
+                await self._put(RecordKind.MANIFEST, self.rules.manifest.raw, MANIFEST_LIFE_S)
+            if self.capacity is not None and now_s - last_s["capacity"] > PEER_RENEW_S:
+                last_s["capacity"] = now_s
+                await self._put(RecordKind.PEERS, seal(self.node.identity.key, self.capacity()).raw, PEER_LIFE_S)
+            if self._head_changed or now_s - last_s["head"] > HEAD_REFRESH_S:
+                last_s["head"] = now_s
+                self._head_changed = False
+                await self.put_head()
+            await asyncio.sleep(CAPACITY_FIRST_S)
+
+    def head_changed(self) -> None:
+        """Our own head moved: store it in the DHT soon."""
+        self._head_changed = True
+
+    async def put_head(self) -> None:
+        """Store the head of the chain in the DHT, if it is our own announcement."""
+        if self.chain is not None and self.chain.head is not None and self.chain.head.sender == self.node.peer_id:
+            await self._put(RecordKind.HEAD, self.chain.head.raw, HEAD_LIFE_S)
+
+    async def put_manifest(self) -> None:
+        """Store the manifest in the DHT now."""
+        if self.rules.manifest is not None:
+            await self._put(RecordKind.MANIFEST, self.rules.manifest.raw, MANIFEST_LIFE_S)
+
+    async def _put(self, kind: RecordKind, raw: bytes, life_s: float) -> None:
+        me = self.node.peer_id
+        shard = shard_of(me, self.rules.manifest.message.directory_shards if self.rules.manifest else 1)
+        key = RecordKey(self.run, kind, shard if kind is RecordKind.PEERS else 0)
+        subkey = None if kind is RecordKind.MANIFEST else me
+        try:
+            stored = await self.node.directory.put(key, raw, time.time() + life_s, subkey)
+        except TransportFault as fault:
+            log.info("could not store %s: %s", kind, fault)
+            return
+        if not stored:
+            log.debug("%s was not stored: a newer one is there, or nobody answered", kind)
+
+    async def read_head(self) -> None:
+        """Read the trainers' head records and take what is new. Faults are counted, not raised."""
+        try:
+            records = await self.node.directory.get(RecordKey(self.run, RecordKind.HEAD))
+        except TransportFault as fault:
+            log.info("could not read the head: %s", fault)
+            return
+        for subkey, raw in records.items():
+            try:
+                await self.take(raw, subkey or "")
+            except PeerFault as fault:
+                self.refusals[fault.reason] += 1
+
+    async def _keep_neighbourhood(self) -> None:
+        """Know the others, be connected to some of them, and ask them for what was missed."""
+        rng = random.Random(self.node.session)
+        while True:
+            await self.read_peers()
+            await self._connect_some(rng)
+            if self.chain is not None:
+                await self.read_head()
+                newer = [peer for peer, version in self.holders.items() if version > self.chain.version]
+                for peer_id in newer[:NEIGHBOURS_ASKED]:
+                    await self.catch_up(peer_id)
+            await asyncio.sleep(DIRECTORY_READ_S if self.ads else CAPACITY_FIRST_S)
+
+    async def read_peers(self) -> None:
+        """Read every shard of the capacity directory."""
+        shards = self.rules.manifest.message.directory_shards if self.rules.manifest else 1
+        found: dict[str, Sealed[CapacityAd]] = {}
+        for shard in range(shards):
+            try:
+                records = await self.node.directory.get(RecordKey(self.run, RecordKind.PEERS, shard))
+            except TransportFault as fault:
+                log.info("could not read the directory: %s", fault)
+                continue
+            for subkey, raw in records.items():
+                try:
+                    found[subkey or ""] = unseal(raw, CapacityAd)
+                except PeerFault as fault:
+                    self.refusals[fault.reason] += 1
+        self.ads = found
+        for peer_id, ad in found.items():
+            self.heard_of(peer_id, ad.message.version)
+        self.holders = {peer: version for peer, version in self.holders.items() if peer in found or self._near(peer)}
+
+    def _near(self, peer_id: str) -> bool:
+        seen = self.node.neighbours.get(peer_id)
+        return seen is not None and time.monotonic() - seen.heard_s < SILENT_S
+
+    async def _connect_some(self, rng: random.Random) -> None:
+        try:
+            connected = set(await self.node.host.peers())
+        except TransportFault:
+            return
+        strangers = [peer for peer in self.ads if peer not in connected and peer != self.node.peer_id]
+        rng.shuffle(strangers)
+        for peer_id in strangers[: max(0, MESH_PEERS - len(connected))]:
+            try:
+                await self.reach(peer_id)
+            except TransportFault as fault:
+                log.info("cannot reach %s: %s", short(peer_id), fault)
+
+    async def reach(self, peer_id: str) -> None:
+        """Connect to a peer at the addresses it advertises. Raises TransportFault."""
+        if peer_id not in self.ads:
+            await self.read_peers()
+        ad = self.ads.get(peer_id)
+        fault = TransportFault("unreachable", f"{short(peer_id)} advertises no address")
+        for address in ad.message.addresses if ad is not None else ():
+            try:
+                if await self.node.host.connect(address, BEAT_S) == peer_id:
+                    return
+            except TransportFault as error:
+                fault = error
+        raise fault
+
+    def sources(self, version: int) -> list[str]:
+        """Whom to ask for a version: peers that hold it, in random order, and the trainers last."""
+        holders = [peer for peer, held in self.holders.items() if held >= version and peer != self.node.peer_id]
+        trainers = list(self._trainers())
+        return [peer for peer in holders if peer not in trainers][:NEIGHBOURS_ASKED] + trainers

@@ -1,0 +1,305 @@
+"""One process in the swarm: a host, a directory, a door for requests, and one follower for each run.
+
+    bootstrap addresses --connect, hello--> peers that answer --DHT--> directory --+--> Follower(run) ...
+                                                                                   +--> Exchange (blobs)
+    request --decode--> _answer: hello, heartbeat, manifest, chain, rollouts (the trainer's)
+
+The node drives; rules are in `protocols/`. What a role adds (training, generating) runs beside the node's
+own loops in the same task group, so a crash of any of them ends the process and is seen.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from protocols import PROTOCOL
+from protocols.directory import SKEW_S, DirectoryRules
+from protocols.faults import PeerFault, TransportFault
+from protocols.identity import short
+from protocols.messages import (
+    ChainRequest,
+    Envelopes,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    HelloReply,
+    ManifestRequest,
+    PushRollouts,
+    Refused,
+    Reply,
+    Request,
+    Verdict,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from protocols.presence import BEAT_S, SILENT_S, Sessions
+from swarm.blobs import BlobStore
+from swarm.directory import Directory
+from swarm.exchange import Exchange
+from swarm.follower import Follower
+from swarm.host import Host, HostConfig
+from swarm.identity import Identity
+from swarm.metrics import Metrics
+from swarm.storage import PeerStore
+from swarm.tasks import Loop
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 8.0  # a TCP and a TLS handshake across the world take 1 s; a black hole must not cost a minute
+LAG_PROBE_S = 0.02
+LAG_REPORT_S = 5.0
+
+Role = Literal["bootstrap", "trainer", "inference"]
+PushHandler = Callable[[PushRollouts, str], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Where a peer listens, whom it asks first, what it is."""
+
+    role: Role
+    bootstrap: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+
+
+class JoinFault(TransportFault):
+    """No bootstrap address worked: `reasons` has one line for each, `code` is that of the first."""
+
+    def __init__(self, faults: Sequence[tuple[str, TransportFault]]) -> None:
+        super().__init__(faults[0][1].code, faults[0][1].detail)
+        self.reasons = [f"{address}: {fault}" for address, fault in faults]
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """What the last heartbeat of a peer said."""
+
+    beat: Heartbeat
+    heard_s: float
+
+
+class Node:
+    """See the module's docstring. Made by `await Node.start(...)`; `close` it."""
+
+    def __init__(self, identity: Identity, home: Path, config: NodeConfig) -> None:
+        self.identity = identity
+        self.home = home
+        self.config = config
+        self.session = os.urandom(16)
+        self.metrics = Metrics(home, identity.peer_id, config.role)
+        self.sessions = Sessions()
+        self.neighbours: dict[str, Neighbour] = {}
+        self.followers: dict[str, Follower] = {}
+        self.bootstraps: dict[str, str] = {}
+        """Bootstrap addresses that answered, and their peer ids."""
+        self.on_push: PushHandler | None = None
+        self.host: Host
+        self.exchange: Exchange
+        self.directory: Directory
+        self._resources = AsyncExitStack()
+
+    @property
+    def peer_id(self) -> str:
+        """Our name, and our public key."""
+        return self.identity.peer_id
+
+    @classmethod
+    async def start(cls, identity: Identity, home: Path, config: NodeConfig, runs: Sequence[str]) -> "Node":
+        """Come up and reach the swarm. Raises TransportFault (a JoinFault if no bootstrap answers), ValueError."""
+        self = cls(identity, home, config)
+        try:
+            await self._start(runs)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _start(self, runs: Sequence[str]) -> None:
+        self._resources.callback(self.metrics.close)
+        host_config = HostConfig(
+            listen=self.config.listen, announce=self.config.announce, serve_relay=self.config.role == "bootstrap"
+        )
+        self.host = await Host.start(self.identity, host_config)
+        self._resources.push_async_callback(self.host.close)
+        self.exchange = Exchange(self.host, BlobStore(self.home / "blobs"))
+        rules = [DirectoryRules(run) for run in runs]
+        for each in rules:
+            store = PeerStore(self.home / f"{each.run}.sqlite") if self.config.role != "trainer" else None
+            self.followers[each.run] = Follower(self, each, store)
+        await self.host.serve(self._serve)
+        if self.config.bootstrap:
+            await self._join(runs[0] if runs else None)
+        self.directory = await Directory.start(self.host, rules, list(self.bootstraps.values()))
+        self._resources.push_async_callback(self.directory.close)
+        await self.exchange.start()
+
+    async def close(self) -> None:
+        """Leave: directory, host, stores, in this order. Bounded."""
+        for follower in self.followers.values():
+            follower.close()
+        await self._resources.aclose()
+
+    def loops(self) -> dict[str, Loop]:
+        """The node's own loops, for the role's task group."""
+        loops: dict[str, Loop] = {"watchdog": self._watch, "loop lag": self._measure_lag, "refusals": self._report}
+        for follower in self.followers.values():
+            loops |= follower.loops()
+        return loops
+
+    # ------------------------------------------------------------------ joining
+
+    async def _join(self, run: str | None) -> None:
+        """Connect to every bootstrap address at once; one that answers is enough."""
+        results = await asyncio.gather(*(self._greet(address, run) for address in self.config.bootstrap))
+        faults = [(address, fault) for address, fault in zip(self.config.bootstrap, results, strict=True) if fault]
+        if len(faults) == len(results):
+            raise JoinFault(faults)
+        for address, fault in faults:
+            self.warn("bootstrap unreachable", f"{address}: {fault}")
+
+    async def _greet(self, address: str, run: str | None) -> TransportFault | None:
+        try:
+            peer_id = await self.host.connect(address, CONNECT_TIMEOUT_S)
+            await self.hello(peer_id, run)
+        except TransportFault as fault:
+            return fault
+        except PeerFault as fault:
+            return TransportFault("protocol mismatch", f"{short(peer_id)} answers: {fault}")
+        self.bootstraps[address] = peer_id
+        return None
+
+    async def hello(self, peer_id: str, run: str | None) -> None:
+        """Introduce ourselves. Raises TransportFault with the verdict as its code unless we are welcome."""
+        deadline_s = time.monotonic() + 2 * SILENT_S
+        while True:
+            sent_ms = now_ms()
+            reply = await self.ask(peer_id, Hello(PROTOCOL, run, self.session, sent_ms))
+            if not isinstance(reply, HelloReply):
+                raise PeerFault("unexpected reply", type(reply).__name__)
+            offset_s = (reply.now_ms - (sent_ms + now_ms()) / 2) / 1000
+            if abs(offset_s) > SKEW_S:
+                raise TransportFault(
+                    "clock", f"this machine's clock is {-offset_s:+.1f} s off that of {short(peer_id)}"
+                )
+            if reply.verdict == "ok":
+                return
+            if reply.verdict != "contested" or time.monotonic() > deadline_s:
+                code = "identity taken" if reply.verdict == "contested" else reply.verdict
+                raise TransportFault(code, reply.detail or f"says {short(peer_id)}")
+            await asyncio.sleep(BEAT_S / 2)
+
+    async def ask(self, peer_id: str, request: Request, timeout_s: float = 5.0) -> Reply:
+        """One request to one peer. Raises TransportFault, or PeerFault for an answer that is none."""
+        return decode_reply(await self.host.call(peer_id, encode(request), timeout_s))
+
+    # ------------------------------------------------------------------ answering
+
+    async def _serve(self, raw: bytes, peer_id: str) -> bytes:
+        return encode(await self._answer(decode_request(raw), peer_id))
+
+    async def _answer(self, request: Request, peer_id: str) -> Reply:
+        match request:
+            case Hello():
+                return self._on_hello(request, peer_id)
+            case Heartbeat():
+                return self._on_heartbeat(request, peer_id)
+            case ManifestRequest(run):
+                follower = self.followers.get(run)
+                if follower is None or follower.rules.manifest is None:
+                    return Refused("unknown run" if follower is None else "no manifest yet")
+                return Envelopes((follower.rules.manifest.raw,))
+            case ChainRequest(run, first):
+                follower = self.followers.get(run)
+                return Refused("unknown run") if follower is None else Envelopes(follower.page(first))
+            case PushRollouts():
+                return Refused("not a trainer") if self.on_push is None else await self.on_push(request, peer_id)
+
+    def _on_hello(self, hello: Hello, peer_id: str) -> HelloReply:
+        detail = ""
+        verdict: Verdict = self.sessions.heard(peer_id, hello.session, time.monotonic())
+        if hello.protocol != PROTOCOL:
+            verdict, detail = "protocol mismatch", f"speaks {PROTOCOL}"
+        elif abs(hello.now_ms - now_ms()) > SKEW_S * 1000:
+            verdict, detail = "clock", f"{(hello.now_ms - now_ms()) / 1000:+.1f} s"
+        elif hello.run is not None and hello.run not in self.followers:
+            verdict = "unknown run"
+        elif hello.run is not None and self.followers[hello.run].ignores(peer_id):
+            verdict = "banned"
+        return HelloReply(verdict, PROTOCOL, now_ms(), detail)
+
+    def _on_heartbeat(self, beat: Heartbeat, peer_id: str) -> HeartbeatReply:
+        follower = self.followers.get(beat.run)
+        if follower is None:
+            return HeartbeatReply(verdict="unknown run", now_ms=now_ms())
+        verdict = self.sessions.heard(peer_id, beat.session, time.monotonic())
+        if verdict == "ok":
+            self.neighbours[peer_id] = Neighbour(beat, time.monotonic())
+            follower.heard_of(peer_id, beat.version)
+        step, queued = follower.progress()
+        head = follower.chain.version if follower.chain is not None else -1
+        return HeartbeatReply(
+            verdict="banned" if follower.ignores(peer_id) else verdict,
+            now_ms=now_ms(),
+            head=head if head >= 0 else None,
+            step=step,
+            queued=queued,
+            ended=follower.ended.is_set(),
+        )
+
+    # ------------------------------------------------------------------ loops
+
+    def warn(self, code: str, text: str) -> None:
+        """Something that a person should see."""
+        log.warning("%s: %s", code, text)
+        self.metrics.emit("warning", code=code, text=text)
+
+    async def _watch(self) -> None:
+        await self.host.died.wait()
+        raise TransportFault("p2pd died", "the network daemon ended by itself; start this peer again")
+
+    async def _measure_lag(self) -> None:
+        """How late the loop wakes up: the delay that every peer's request would meet."""
+        loop = asyncio.get_running_loop()
+        while True:
+            lags = []
+            until_s = loop.time() + LAG_REPORT_S
+            while (before_s := loop.time()) < until_s:
+                await asyncio.sleep(LAG_PROBE_S)
+                lags.append(max(0.0, loop.time() - before_s - LAG_PROBE_S) * 1000)
+            lags.sort()
+            p50, p99 = lags[len(lags) // 2], lags[int(len(lags) * 0.99)]
+            self.metrics.emit("loop", lag_p50_ms=round(p50, 2), lag_p99_ms=round(p99, 2))
+
+    async def _report(self) -> None:
+        """Emit what was refused, by door and reason, when it changes; forget neighbours that are long gone."""
+        shown: dict[tuple[str, str], int] = {}
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for door, counter in self._doors().items():
+                for reason, count in counter.items():
+                    if shown.get((door, reason)) != count:
+                        shown[door, reason] = count
+                        self.metrics.emit("refused", door=door, reason=reason, count=count)
+            now_s = time.monotonic()
+            for peer_id in [p for p, seen in self.neighbours.items() if now_s - seen.heard_s > 10 * SILENT_S]:
+                del self.neighbours[peer_id]
+
+    def _doors(self) -> dict[str, Counter[str]]:
+        doors = {"request": self.host.refusals, "dht": self.directory.refusals, "blob": self.exchange.refusals}
+        for follower in self.followers.values():
+            doors["gossip"] = follower.refusals
+        return doors
+
+
+def now_ms() -> int:
+    """Wall clock, milliseconds since 1970."""
+    return int(time.time() * 1000)

@@ -1,0 +1,44 @@
+"""Loops that live and die together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NoReturn
+
+Loop = Callable[[], Awaitable[None]]
+
+
+class _Finished(BaseException):
+    """Ends the task group from inside; never leaves this module."""
+
+
+async def run_loops(loops: Mapping[str, Loop], done: asyncio.Event) -> None:
+    """Run all loops until `done` is set or one of them fails; then all of them end.
+
+    A failure comes out as the exception that the loop raised, not as a group: the others were only cancelled.
+    """
+
+    async def finish() -> NoReturn:
+        await done.wait()
+        raise _Finished
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name, loop in loops.items():
+                tasks.create_task(_forever(name, loop), name=name)
+            tasks.create_task(finish(), name="finish")
+    except BaseExceptionGroup as group:
+        leaf = _first_leaf(group)
+        if not isinstance(leaf, _Finished):
+            raise leaf from None
+
+
+async def _forever(name: str, loop: Loop) -> None:
+    await loop()
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that started it: a real error before the signal that all is done."""
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.append(_first_leaf(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((leaf for leaf in leaves if not isinstance(leaf, _Finished)), leaves[0])
