@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,18 @@ def test_b69_a_bandit_is_solved_in_under_100_steps(seed: int) -> None:
     with torch.no_grad():
         chance_B = learner.policy(torch.tensor(prompts)).logits[:, -1].softmax(-1)[:, wanted]
     assert chance_B.mean().item() > 0.9
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_the_gradient_is_clipped_and_adamw_moves_by_the_learning_rate(max_norm: float) -> None:
+    learner = new_learner(learning(max_grad_norm=max_norm))
+    report = learner.step([group()])
+    state = safetensors.torch.load(learner.state())
+    first_moment = torch.cat([t.flatten() for name, t in state.items() if name.startswith("exp_avg/")])
+    assert report.grad_norm is not None
+    assert 1e-3 < report.grad_norm < 1e3  # before clipping
+    assert first_moment.norm().item() == pytest.approx(0.1 * min(report.grad_norm, max_norm), rel=1e-3)
+    assert state["lora/lm_head.lora_B"].abs().max().item() == pytest.approx(SPEC.learning_rate, rel=1e-2)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

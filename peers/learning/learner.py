@@ -165,7 +165,6 @@ class Learner:
                 report = dataclasses.replace(report, **numbers)
             else:
                 report = dataclasses.replace(report, skipped="not finite")
-            self._optimizer.zero_grad()
         return dataclasses.replace(report, seconds=time.perf_counter() - started_s)
 
     def logprobs(self, group: TrainingGroup) -> list[tuple[float, ...]]:
@@ -231,9 +230,9 @@ class Learner:
     def _rows(self, groups: Sequence[TrainingGroup], advantages: Sequence[Sequence[float]]) -> list[_Row]:
         """The completions that are trained.
 
-        Left out, but not out of the baseline: truncated completions, if the manifest says so. Left out
-        altogether: groups without signal, with any kl_beta (a KL pull without a policy gradient would be
-        progress towards the base model only), unscored and empty completions.
+        Left out, though their rewards count in the baseline: empty completions, and truncated ones if the
+        manifest says so. Left out altogether: unscored completions, and groups without signal whatever
+        kl_beta is (a pull to the base model alone would be a step that no reward asked for).
         """
         rows = []
         for group, group_advantages in zip(groups, advantages, strict=True):
@@ -252,7 +251,7 @@ class Learner:
 
     def _backward(self, rows: Sequence[_Row], num_tokens: int) -> dict[str, float]:
         """Leave the clipped gradient of the whole batch in the parameters; the numbers of the report."""
-        self._optimizer.zero_grad()  # of a step that an exception ended
+        self._optimizer.zero_grad()  # gradients are only those of this step, however the one before ended
         loss = 0.0
         totals: dict[str, float] = {}
         for batch in _micro_batches(rows, self._micro_batch_tokens):
