@@ -13,8 +13,9 @@ refused: nobody can pin a key. Rules remember what they have seen and never let 
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
-from protocols.envelopes import Sealed, unseal
+from protocols.envelopes import M, Sealed, unseal
 from protocols.faults import PeerFault
 from protocols.identity import public_of, run_id_of
 from protocols.manifest import Manifest
@@ -27,7 +28,9 @@ HEAD_LIFE_S = 600.0
 HEAD_REFRESH_S = 60.0
 PEER_LIFE_S = 60.0
 PEER_RENEW_S = 20.0  # a third of the lifetime: two lost renewals do not hide a peer
-PEERS_PER_SHARD_MAX = 4096  # at about 500 B a record a shard's dictionary stays under hivemind's 2 MiB message
+PEERS_PER_SHARD_MAX = 4096  # at about 300 B a record; then the next power of two of shards is due
+SHARD_BYTES_MAX = 1536 * 1024  # of values; with subkeys and expiries a full shard stays under hivemind's 2 MiB message
+VERIFIED_MAX = 4096  # envelopes whose signature need not be checked again (0.25 ms each): one full shard
 
 
 class RecordKind(StrEnum):
@@ -57,13 +60,43 @@ def shard_of(peer_id: str, shards: int) -> int:
     return hashlib.sha256(peer_id.encode()).digest()[0] % shards
 
 
+@lru_cache(maxsize=VERIFIED_MAX)
+def _verified(raw: bytes, kind: type[M]) -> Sealed[M]:
+    """`unseal`, remembered: every read of a shard checks every record in it."""
+    return unseal(raw, kind)
+
+
 def check_manifest(raw: bytes, run: str) -> Sealed[Manifest]:
     """A manifest of this run, signed by the owner that the run id names. Raises PeerFault."""
-    sealed = unseal(raw, Manifest)
+    sealed = _verified(raw, Manifest)
     name = run.rpartition("-")[0]
     if sealed.message.run != run or run_id_of(name, public_of(sealed.sender)) != run:
         raise PeerFault("foreign manifest", sealed.message.run)
     return sealed
+
+
+class _Shard:
+    """Who has a record in one shard, until when and of which size, so that the whole can always be read."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[float, int]] = {}
+        self._num_bytes = 0
+
+    def admit(self, peer_id: str, until_s: float, num_bytes: int, now_s: float) -> None:
+        """Make room for a record in place of the peer's last one. Raises PeerFault 'directory full'."""
+        if not self._fits(peer_id, num_bytes):
+            for other in [other for other, (expires_s, _) in self._held.items() if expires_s < now_s]:
+                self._num_bytes -= self._held.pop(other)[1]
+            if not self._fits(peer_id, num_bytes):
+                raise PeerFault("directory full")
+        last_until_s, last_bytes = self._held.get(peer_id, (0.0, 0))
+        self._held[peer_id] = (max(until_s, last_until_s), num_bytes)
+        self._num_bytes += num_bytes - last_bytes
+
+    def _fits(self, peer_id: str, num_bytes: int) -> bool:
+        last_bytes = self._held.get(peer_id, (0.0, 0))[1]
+        room = peer_id in self._held or len(self._held) < PEERS_PER_SHARD_MAX
+        return room and self._num_bytes - last_bytes + num_bytes <= SHARD_BYTES_MAX
 
 
 class DirectoryRules:
@@ -73,7 +106,7 @@ class DirectoryRules:
         self.run = run
         self.manifest: Sealed[Manifest] | None = None
         self._head_version: dict[str, int] = {}
-        self._peers: dict[int, dict[str, float]] = {}
+        self._shards: dict[int, _Shard] = {}
 
     def keys(self) -> list[RecordKey]:
         """Every key these rules accept: all that 256 shards could need."""
@@ -114,7 +147,7 @@ class DirectoryRules:
         return PEER_LIFE_S if kind is RecordKind.PEERS else MANIFEST_LIFE_S
 
     def _check_head(self, raw: bytes, subkey: str) -> None:
-        sealed = unseal(raw, Announcement)
+        sealed = _verified(raw, Announcement)
         if sealed.sender != subkey:
             raise PeerFault("sender is not the subkey")
         if sealed.message.run != self.run:
@@ -126,7 +159,7 @@ class DirectoryRules:
         self._head_version[subkey] = sealed.message.version
 
     def _check_peer(self, key: RecordKey, raw: bytes, subkey: str, expires_s: float, now_s: float) -> None:
-        sealed = unseal(raw, CapacityAd)
+        sealed = _verified(raw, CapacityAd)
         if sealed.sender != subkey:
             raise PeerFault("sender is not the subkey")
         if sealed.message.run != self.run:
@@ -137,10 +170,4 @@ class DirectoryRules:
         issued_s = sealed.message.issued_ms / 1000
         if issued_s > now_s + SKEW_S or expires_s > issued_s + PEER_LIFE_S + SKEW_S:
             raise PeerFault("bad expiry", "capacity outlives its issue")
-        known = self._peers.setdefault(key.shard, {})
-        if subkey not in known and len(known) >= PEERS_PER_SHARD_MAX:
-            for peer in [peer for peer, until_s in known.items() if until_s < now_s]:
-                del known[peer]
-            if len(known) >= PEERS_PER_SHARD_MAX:
-                raise PeerFault("directory full")
-        known[subkey] = max(expires_s, known.get(subkey, 0.0))
+        self._shards.setdefault(key.shard, _Shard()).admit(subkey, expires_s, len(raw), now_s)

@@ -65,9 +65,8 @@ def _loads(raw: bytes) -> object:
 def _unpack_dictionary(raw: bytes) -> Any:
     """A dictionary of records. Only the records are the sender's word: no size limit, expiry that of the latest."""
     try:
-        check_msgpack(raw)
         _, _, items = _items_decoder.decode(raw)
-    except (PeerFault, msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         refusals["malformed dictionary"] += 1
         raise ValueError(f"malformed dictionary: {error}") from error
     records = DictionaryDHTValue()
