@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class BaseModel:
     """Weights that never change during a run."""
 
     name: str
-    module: "torch.nn.Module"
+    module: "torch.nn.Module" = field(repr=False)
     tokenizer: Tokenizer
     digest: bytes
     """`weights_digest` of the module."""

@@ -4,7 +4,6 @@ Weights are read from safetensors only (a pickled checkpoint can run code) and i
 and the log-probabilities must be the same on every machine, and an adapter's steps are too small for bfloat16.
 """
 
-import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ def _load_builtin() -> BaseModel:
 
     from peers.models.characters import CharacterTokenizer
 
-    module = LlamaForCausalLM(LlamaConfig(**json.loads((BUILTIN / "config.json").read_text())))
+    module = LlamaForCausalLM(LlamaConfig.from_json_file(BUILTIN / "config.json"))
     module.load_state_dict(load_file(BUILTIN / "model.safetensors"))
     return BaseModel("builtin", module.eval(), CharacterTokenizer(), weights_digest(module.state_dict()))
 
