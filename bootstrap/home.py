@@ -1,0 +1,19 @@
+"""Where a peer keeps its key and its data: one folder a peer, the same from whatever folder it is started.
+
+Without `--home` it is `<user data folder>/echo-swarm/<role>`, so that one person has one identity a role
+(case B08); a trainer's home lies beside its `run.toml`.
+"""
+
+from pathlib import Path
+
+KEY_FILE = "peer.key"
+METRICS_FILE = "metrics.jsonl"
+
+
+def home_of(role: str, given: Path | None) -> Path:
+    """The absolute home folder of a peer."""
+    if given is not None:
+        return given.expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("echo-swarm", appauthor=False)) / role

@@ -1,0 +1,153 @@
+"""The report of a run, from the files that its processes left (DESIGN section 12).
+
+    metrics.jsonl of every peer + the trainer's ledger --build_report--> one JSON object
+
+Nothing is taken from what the simulation thinks it did. What nobody reported is null, never 0. Counts are
+of groups, as the trainer counted them at its door and when it consumed them:
+
+    received = accepted + stale + duplicate + invalid                       (at the door)
+    accepted = trained + no_signal + stale_in_queue + unused + lost         (later)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bootstrap.audit_command import audit_fields
+from bootstrap.events import Event
+from bootstrap.view import duration, number, percent, size
+from protocols.ledger import Audit
+
+FORMAT = 1
+_AT_THE_DOOR = ("received", "accepted", "stale", "duplicate", "invalid")
+_CONSUMED = ("trained", "no_signal", "stale_in_queue", "unused")
+_COUNTED = _AT_THE_DOOR + _CONSUMED
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the metrics do not say: what was asked for, and how long it took from start to end."""
+
+    run: str
+    mode: str
+    model: str
+    environment: str
+    seed: int
+    max_lag: int
+    steps_wanted: int
+    wall_s: float
+    warnings: tuple[str, ...] = ()
+
+
+def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | None) -> dict[str, Any]:
+    """The report. `peers` holds the events of each process that wrote any; `audit` is None without a ledger."""
+    roles = [events[0]["role"] for events in peers if events]
+    trainer = [event for events in peers for event in events if event["role"] == "trainer"]
+    inference = [events for events in peers if events and events[0]["role"] == "inference"]
+    steps = [event for event in trainer if event["event"] == "step"]
+    final = _last(trainer, "final")
+    rewards = [event.get("reward") for event in steps]
+    return {
+        "format": FORMAT,
+        "run": about.run,
+        "mode": about.mode,
+        "model": about.model,
+        "environment": about.environment,
+        "seed": about.seed,
+        "max_lag": about.max_lag,
+        "steps": final.get("steps", steps[-1]["step"] if steps else None),
+        "steps_wanted": about.steps_wanted,
+        "wall_s": round(about.wall_s, 3),
+        "time": {key: final.get(key) for key in ("wall_s", "train_s", "wait_s", "publish_s")},
+        "peers": {role: roles.count(role) for role in ("bootstrap", "trainer", "inference")},
+        "reward": {"per_step": rewards, "first": _tenth(rewards, first=True), "last": _tenth(rewards, first=False)},
+        "eval": _evaluation(trainer),
+        "rollouts": _rollouts(final, inference),
+        "lag": {
+            "max_consumed": audit.max_lag if audit else None,
+            "histogram": {str(lag): count for lag, count in sorted(audit.histogram.items())} if audit else None,
+        },
+        "coordinator": {"terms": None, "failovers": None},  # this mode elects none
+        "bytes": {key: (final.get("bytes") or {}).get(key) for key in ("adapters", "rollouts", "gossip")},
+        "audit": audit_fields(audit) if audit else {"ok": None, "problems": ["no ledger was written"]},
+        "warnings": [
+            *about.warnings,
+            *(event["text"] for events in peers for event in events if event["event"] == "warning"),
+        ],
+    }
+
+
+def _rollouts(final: Mapping[str, Any], inference: Sequence[Sequence[Event]]) -> dict[str, Any]:
+    """Groups, by what became of them, on both sides of the wire."""
+    counts = final.get("counts")
+    # The trainer leaves out what it never counted, so without a count it is 0; without counts nothing is known.
+    rollouts: dict[str, Any] = {name: None if counts is None else counts.get(name, 0) for name in _COUNTED}
+    accounted = sum(rollouts[name] or 0 for name in _CONSUMED)
+    rollouts["lost"] = None if counts is None else rollouts["accepted"] - accounted
+    finals = [_last(events, "final") for events in inference]
+    rollouts["generated"] = _sum([_generated(events) for events in inference])
+    rollouts["outbox"] = _sum([end.get("outbox") for end in finals])
+    receipts = [end.get("receipts") for end in finals]
+    known = [receipt for receipt in receipts if receipt is not None]
+    complete = bool(known) and len(known) == len(receipts)
+    keys = ("accepted", "stale", "duplicate", "invalid")
+    rollouts["receipts"] = {key: sum(one.get(key, 0) for one in known) if complete else None for key in keys}
+    rollouts["without_receipt"] = None
+    if complete and rollouts["generated"] is not None:
+        rollouts["without_receipt"] = rollouts["generated"] - sum(rollouts["receipts"].values())
+    return rollouts
+
+
+def _generated(events: Sequence[Event]) -> int | None:
+    """Groups that one peer made: as it said at its end, or the last time it said so before it died."""
+    final = _last(events, "final").get("generated")
+    return final if final is not None else _last(events, "generated").get("groups")
+
+
+def _evaluation(trainer: Sequence[Event]) -> dict[str, Any]:
+    measured = [event for event in trainer if event["event"] == "eval"]
+    first, last = measured[:1], measured[1:][-1:]
+    return {
+        "before": first[0].get("greedy") if first else None,
+        "after": last[0].get("greedy") if last else None,
+        "problems": first[0].get("problems") if first else None,
+    }
+
+
+def _last(events: Sequence[Event], kind: str) -> Mapping[str, Any]:
+    """The last event of a kind; empty when there is none."""
+    return next((event for event in reversed(events) if event["event"] == kind), {})
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    """None if any part is not known, or there is no part."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _tenth(rewards: Sequence[float | None], first: bool) -> float | None:
+    """Mean reward of the first or last tenth of the steps (at least one), of those that had one."""
+    count = max(1, len(rewards) // 10)
+    known = [reward for reward in (rewards[:count] if first else rewards[-count:]) if reward is not None]
+    return sum(known) / len(known) if known else None
+
+
+def summary_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for people, in a few lines."""
+    reward, measured, rollouts, lag, audit = (report[key] for key in ("reward", "eval", "rollouts", "lag", "audit"))
+    verdict = {True: "ok", None: "not possible"}.get(audit["ok"], "FAILED")
+    ends = ("stale", "duplicate", "invalid", "lost")
+    outcomes = [f"{rollouts[key]} {key}" for key in ends if rollouts[key] is not None]
+    problems = "" if measured["problems"] is None else f"   ({measured['problems']} problems, greedy)"
+    traffic = [f"{key} {size(count)}" for key, count in report["bytes"].items() if count is not None]
+    lines = [
+        f"reward     {number(reward['first'], 3)} -> {number(reward['last'], 3)}   (first and last tenth of the steps)",
+        f"held-out   {percent(measured['before'])} -> {percent(measured['after'])}{problems}",
+        f"steps      {number(report['steps'], 0)} of {report['steps_wanted']} in {duration(report['wall_s'])}",
+        f"groups     {number(rollouts['generated'], 0)} generated, {number(rollouts['trained'], 0)} trained"
+        + "".join(f", {text}" for text in outcomes),
+        f"lag        at most {number(lag['max_consumed'], 0)}, the bound is {report['max_lag']}",
+        f"bytes      {', '.join(traffic) or '-'}",
+        f"audit      {verdict}",
+    ]
+    return lines + [f"           {problem}" for problem in audit["problems"]]

@@ -1,0 +1,277 @@
+"""`swarm sim`: a whole swarm of real processes on this machine, on loopback.
+
+    create_run -> bootstrap -> trainer -> inference peers ... trainer done -> everybody done -> report
+                  (each waits for the `ready` of the one before it)
+
+Each child is the same `swarm` command that a person would type, with a home folder of its own; what it does is
+read from its metrics file, what it says from its log. Children are in sessions of their own, so that Ctrl-C on
+the terminal reaches only us, and on a leash (bootstrap/leash.py), so that none outlives us.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from bootstrap.addresses import reachable
+from bootstrap.audit_command import audit_file
+from bootstrap.config import RunConfig
+from bootstrap.errors import Failed
+from bootstrap.events import Event, Tail, read_events
+from bootstrap.folder import RunFolder, create_run
+from bootstrap.home import METRICS_FILE
+from bootstrap.report import About, build_report
+from bootstrap.state import SwarmState
+from bootstrap.view import REFRESH_S, Screen
+
+DEFAULT_STEPS = 60  # the reward has clearly risen by then, and two slow cores need less than three minutes
+PEERS_MAX = 64  # a guess: each is a Python process of some 300 MB
+READY_S = 180.0  # importing torch and loading a model takes 10 s on an idle laptop; several at once share the disk
+GOODBYE_S = 30.0  # within which every peer of a finished run ends by itself (case B43)
+STOP_S = 10.0  # from SIGTERM to SIGKILL: a peer finishes its sentence in 3 s
+LAST_LINES = 12
+_LOOPBACK = ("--host", "127.0.0.1", "--port", "0")
+
+# Several processes share the cores: one thread each, or they only get in one another's way.
+_ONE_THREAD = {
+    name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+} | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """What to simulate."""
+
+    home: Path
+    config: RunConfig
+    """Its `trainers` is empty: the simulation makes the trainer."""
+    peers: int
+    engines: tuple[str, ...] = ("auto",)
+    """Of the inference peers, in turn."""
+    mode: str = "async"
+    command: tuple[str, ...] = (sys.executable, "-m", "bootstrap.main")
+    ready_s: float = READY_S
+    goodbye_s: float = GOODBYE_S
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process of the swarm."""
+
+    name: str
+    home: Path
+    process: asyncio.subprocess.Process
+    tail: Tail
+    log: Path
+    started_s: float
+    ready: Event | None = None
+    mourned: bool = False
+    """Its death has been dealt with."""
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; None while it runs."""
+        return self.process.returncode
+
+    def last_lines(self) -> str:
+        """The end of its log, indented."""
+        lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return "".join(f"\n  {line}" for line in lines) or "\n  (it said nothing)"
+
+
+async def simulate(options: SimOptions, state: SwarmState, screen: Screen) -> dict[str, Any]:
+    """Train to the end and report. Raises Failed when a process that is needed dies or does not start."""
+    began_s = time.monotonic()
+    folder = create_run(options.home, options.config)
+    run_file = str(folder.config_path)
+    environment = options.config.environment.name
+    own_code = ":" in environment  # named on this command line, by the same person
+    async with Children(options, state, screen) as children:
+        bootstrap = await children.start("bootstrap", "bootstrap", run_file, *_LOOPBACK)
+        address = _loopback(await children.ready(bootstrap))
+        allow = ("--allow-code",) if own_code else ()
+        trainer = await children.start("trainer", "train", run_file, "--bootstrap", address, *_LOOPBACK, *allow)
+        await children.ready(trainer)
+        inference = []
+        allow = ("--allow-code", environment) if own_code else ()
+        for number in range(options.peers):
+            engine = ("--engine", options.engines[number % len(options.engines)])
+            join = ("join", f"{address}#{folder.run}", *engine, *_LOOPBACK, *allow)
+            inference.append(await children.start(f"peer-{number + 1}", *join))
+        needed = [bootstrap, trainer]
+        await children.until(lambda: trainer.code is not None, needed, inference)
+        await children.farewell(inference)
+    return _report(options, folder, children, time.monotonic() - began_s)
+
+
+class Children:
+    """The processes of a simulation, in the order of their start. Leaving the block ends them all."""
+
+    def __init__(self, options: SimOptions, state: SwarmState, screen: Screen) -> None:
+        self.options, self.state, self.screen = options, state, screen
+        self.all: list[Child] = []
+        self.warnings: list[str] = []
+        """What was seen from outside: a dead process cannot write it into its metrics."""
+
+    async def __aenter__(self) -> "Children":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+        self._look()
+
+    async def start(self, name: str, *arguments: str) -> Child:
+        """Start `swarm <arguments>` with a home of its own."""
+        home = self.options.home / name
+        home.mkdir(mode=0o700, exist_ok=True)
+        log = home / "output.log"
+        leash = (sys.executable, "-m", "bootstrap.leash", str(os.getpid()))
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *leash,
+                *self.options.command,
+                *("--home", str(home)),
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | _ONE_THREAD,
+                start_new_session=True,
+            )
+        child = Child(name, home, process, Tail(home / METRICS_FILE), log, time.monotonic())
+        self.all.append(child)
+        return child
+
+    async def ready(self, child: Child) -> Event:
+        """Its `ready` event. Raises Failed when it dies before, or takes too long."""
+        try:
+            async with asyncio.timeout(self.options.ready_s):
+                await self.until(lambda: child.ready is not None, self.all)
+        except TimeoutError:
+            waited = f"{self.options.ready_s:g} s"
+            raise Failed(f"{child.name} was not ready after {waited}; its last lines:{child.last_lines()}") from None
+        assert child.ready is not None
+        return child.ready
+
+    async def until(self, done: Callable[[], bool], needed: Sequence[Child], helpers: Sequence[Child] = ()) -> None:
+        """Watch until `done`. Raises Failed when one of the needed dies in an error, or all helpers have died."""
+        while True:
+            self._look()
+            for child in needed:
+                if child.code is not None and not (child.code == 0 and done()):
+                    raise Failed(f"{child.name} {_how(child.code)}; its last lines:{child.last_lines()}")
+            if done():
+                return
+            self._mourn(helpers)
+            await asyncio.sleep(REFRESH_S)
+
+    async def farewell(self, helpers: Sequence[Child]) -> None:
+        """The run is over: everybody ends by itself, or is told to."""
+        try:
+            async with asyncio.timeout(self.options.goodbye_s):
+                await asyncio.gather(*(child.process.wait() for child in helpers))
+        except TimeoutError:
+            for child in helpers:
+                if child.code is None:
+                    self._warn(child, f"{child.name} did not end within {self.options.goodbye_s:g} s of the run's end")
+
+    def _look(self) -> None:
+        """Take in what the children wrote since the last time."""
+        events = []
+        for child in self.all:
+            for event in child.tail.read():
+                events.append(event)
+                if event["event"] == "ready":
+                    child.ready = event
+        self._show(sorted(events, key=lambda event: event["t"]))
+
+    def _show(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.state.apply(event)
+        self.screen.show(events)
+
+    def _mourn(self, helpers: Sequence[Child]) -> None:
+        """A helper that died is missed, but the swarm goes on while there is another."""
+        for child in helpers:
+            if child.code is None and child.ready is None and time.monotonic() - child.started_s > self.options.ready_s:
+                child.process.kill()  # it hangs; its death is noticed in the next turn
+            if child.code not in (None, 0) and not child.mourned:
+                child.mourned = True
+                if child.ready is not None:
+                    self.state.gone(child.ready["peer"])
+                self._warn(child, f"{child.name} {_how(child.code)}")
+        if helpers and all(child.mourned for child in helpers):
+            raise Failed(f"all inference peers have died; the last lines of one:{helpers[0].last_lines()}")
+
+    def _warn(self, child: Child, text: str) -> None:
+        self.warnings.append(text)
+        peer = child.ready["peer"] if child.ready is not None else child.name
+        about = {"t": time.time(), "peer": peer, "role": "inference"}
+        self._show([{**about, "event": "warning", "code": "child", "text": text}])
+
+    async def _stop(self) -> None:
+        """SIGTERM, a bounded wait, SIGKILL; then whatever they had started and left behind."""
+        running = [child for child in self.all if child.code is None]
+        descendants = [process for child in running for process in _descendants(child.process.pid)]
+        for child in running:
+            child.process.terminate()
+        waits = [asyncio.ensure_future(child.process.wait()) for child in running]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for child in running:
+            if child.code is None:
+                child.process.kill()
+        await asyncio.gather(*waits)
+        for process in descendants:
+            try:
+                process.kill()  # psutil checks that the pid is still the same process
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _how(code: int | None) -> str:
+    """How a process ended, for people."""
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+
+
+def _loopback(ready: Event) -> str:
+    local = reachable(ready["addresses"], ["127.0.0.1"]).local
+    if not local:
+        raise Failed(f"the bootstrap peer does not listen on loopback: {ready['addresses']}")
+    return local[0]
+
+
+def _report(options: SimOptions, folder: RunFolder, children: Children, wall_s: float) -> dict[str, Any]:
+    peers = [read_events(child.home / METRICS_FILE) for child in children.all]
+    ledgers = [
+        event["ledger"] for events in peers for event in events if event["event"] == "final" and "ledger" in event
+    ]
+    about = About(
+        run=folder.run,
+        mode=options.mode,
+        model=folder.config.model.name,
+        environment=folder.config.environment.name,
+        seed=folder.config.seed,
+        max_lag=folder.config.max_lag,
+        steps_wanted=folder.config.max_steps,
+        wall_s=wall_s,
+        warnings=tuple(children.warnings),
+    )
+    audit = audit_file(Path(ledgers[-1]), folder.run) if ledgers else None
+    return build_report(about, peers, audit)
