@@ -152,10 +152,10 @@ class Ingest:
         receipts: list[GroupReceipt] = []
         accepted: list[AcceptedGroup] = []
         for each in checked:
-            receipt = self.intake.offer(peer_id, each.group, self.steps_done, each.fault)
-            receipts.append(receipt)
-            if receipt.outcome == "accepted":
-                queued = Queued(receipt.digest, peer_id, each.group.counter, each.group.oldest_version)
+            judged = self.intake.offer(peer_id, each.group, self.steps_done, each.fault)
+            receipts.append(judged)
+            if judged.outcome == "accepted":
+                queued = Queued(judged.digest, peer_id, each.group.counter, each.group.oldest_version)
                 body, rewards = msgspec.msgpack.encode(each.group), msgspec.msgpack.encode(each.rewards)
                 accepted.append(AcceptedGroup(queued, body, rewards))
         if accepted:

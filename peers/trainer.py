@@ -102,6 +102,7 @@ async def run_trainer(options: TrainerOptions, on_ready: Callable[[list[str]], N
             await run_loops(node.loops() | {"train": trainer.train, "peers": trainer.show_peers}, trainer.done)
         finally:
             await trainer.emit_final()
+            await trainer.follower.say_goodbye()
 
 
 class Trainer:
@@ -423,7 +424,7 @@ class Trainer:
             waiting = [
                 peer
                 for peer, seen in self.node.neighbours.items()
-                if time.monotonic() - seen.heard_s < SILENT_S and seen.heard_s < ended_s + BEAT_S / 4
+                if time.monotonic() - seen.heard_s < SILENT_S and seen.heard_s < ended_s
             ]
             if not waiting:
                 return

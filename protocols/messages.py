@@ -215,6 +215,8 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat", kw_only=True):
     version: Version | None = None
     tokens_per_s: float | None = None
     outbox: Count = 0
+    leaving: bool = False
+    """The peer's last beat: it goes now."""
 
 
 class HeartbeatReply(Struct, frozen=True, tag="heartbeat-reply", kw_only=True):

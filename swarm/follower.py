@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from protocols.directory import (
     HEAD_LIFE_S,
     HEAD_REFRESH_S,
@@ -54,8 +56,10 @@ log = logging.getLogger(__name__)
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 OFFENCES_MAX = 8  # invalid messages until a sender is ignored; an honest bug shows itself in fewer
 MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
+GOODBYE_S = 1.0
 NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
 MANIFEST_ASK_S = 1.0
+MANIFEST_WARN_S = 30.0
 DIRECTORY_READ_S = 15.0
 CAPACITY_FIRST_S = 1.0
 
@@ -126,18 +130,22 @@ class Follower:
 
     async def find_manifest(self) -> Manifest:
         """The newest manifest that anyone has; waits until the run has one."""
-        waiting_since_s = 0.0
+        warned_s = -1e9
         while self.rules.manifest is None:
-            for peer_id in list(self.node.bootstraps.values()):
-                await self._ask_manifest(peer_id)
+            await self.look_for_manifest()
             if self.rules.manifest is None:
-                await self._read_manifest()
-            if self.rules.manifest is None:
-                if waiting_since_s == 0.0 or time.monotonic() - waiting_since_s > 30:
+                if time.monotonic() - warned_s > MANIFEST_WARN_S:
                     self.node.warn("no manifest yet", f"run {self.run} has no trainer so far; waiting for it")
-                    waiting_since_s = time.monotonic()
+                    warned_s = time.monotonic()
                 await asyncio.sleep(MANIFEST_ASK_S)
         return self.manifest
+
+    async def look_for_manifest(self) -> None:
+        """Ask the bootstrap peers, then the DHT, once. Raises TransportFault 'unknown run'."""
+        for peer_id in list(self.node.bootstraps.values()):
+            await self._ask_manifest(peer_id)
+        if self.rules.manifest is None:
+            await self._read_manifest()
 
     async def _ask_manifest(self, peer_id: str) -> None:
         try:
@@ -307,10 +315,23 @@ class Follower:
     async def _beat_forever(self) -> None:
         while True:
             started_s = time.monotonic()
-            trainers = () if self.node.config.role == "bootstrap" else self._trainers()  # they beat to us
-            targets = dict.fromkeys([*self.node.config.bootstrap, *trainers])
-            await asyncio.gather(*(self._beat_to(target) for target in targets))
+            await asyncio.gather(*(self._beat_to(target) for target in self._targets()))
             await asyncio.sleep(max(0.1, BEAT_S - (time.monotonic() - started_s)))
+
+    def _targets(self) -> list[str]:
+        trainers = () if self.node.config.role == "bootstrap" else self._trainers()  # they beat to us
+        return list(dict.fromkeys([*self.node.config.bootstrap, *trainers]))
+
+    async def say_goodbye(self) -> None:
+        """A last beat, so that nobody waits for us or takes a quick return for a copy. Bounded, best effort."""
+        beat = msgspec.structs.replace(self.beat(), leaving=True)
+        peers = [self.node.bootstraps.get(target, target) for target in self._targets()]
+        calls = [self.node.ask(peer_id, beat, GOODBYE_S) for peer_id in peers if not peer_id.startswith("/")]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, TransportFault | PeerFault):
+                log.info("goodbye not heard: %s", outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     def _trainers(self) -> Iterable[str]:
         if self.rules.manifest is None:

@@ -79,12 +79,12 @@ def _unpack_dictionary(raw: bytes) -> Any:
     return records
 
 
-def _store(self: Any, key: Any, value: Any, expires_s: float) -> bool:
+def _store(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
     """Ask first whether a record is newer; hivemind notes its expiry before it knows, and evicts by that note."""
     held = self.data.get(key)
-    if held is not None and held.expiration_time >= expires_s:
+    if held is not None and held.expiration_time >= expiration_time:
         return False
-    return _hivemind_store(self, key, value, expires_s)
+    return _hivemind_store(self, key, value, expiration_time)
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:

@@ -241,7 +241,10 @@ class Node:
         if follower is None:
             return HeartbeatReply(verdict="unknown run", now_ms=now_ms())
         verdict = self.sessions.heard(peer_id, beat.session, time.monotonic())
-        if verdict == "ok":
+        if beat.leaving:
+            self.sessions.left(peer_id, beat.session)
+            self.neighbours.pop(peer_id, None)
+        elif verdict == "ok":
             self.neighbours[peer_id] = Neighbour(beat, time.monotonic())
             follower.heard_of(peer_id, beat.version)
         step, queued = follower.progress()

@@ -1,0 +1,71 @@
+"""The bootstrap peer: an address that is always there. Stores records, relays gossip, knows the chain.
+
+It is one way into the swarm, not its centre: peers that are in go on without it, and find each other again
+through it when it is back.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocols.messages import CapacityAd
+from swarm.follower import MANIFEST_ASK_S, Follower
+from swarm.identity import load_identity, lock_home
+from swarm.node import Node, NodeConfig, now_ms
+from swarm.tasks import Loop, run_loops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapOptions:
+    """What `swarm bootstrap` was told."""
+
+    home: Path
+    runs: tuple[str, ...]
+    bootstrap: tuple[str, ...] = ()
+    """Other bootstrap peers to link with."""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+
+
+async def run_bootstrap(options: BootstrapOptions, on_ready: Callable[[list[str]], None]) -> None:
+    """Serve until cancelled. Raises ValueError, TransportFault."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(lock_home(options.home))
+        identity, _ = load_identity(options.home / "peer.key")
+        config = NodeConfig(
+            role="bootstrap", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
+        )
+        node = await Node.start(identity, options.home, config, options.runs)
+        stack.push_async_callback(node.close)
+        loops: dict[str, Loop] = {}
+        for follower in node.followers.values():
+            loops[f"chain {follower.run}"] = _follow(node, follower)
+        for run in options.runs:
+            node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=run)
+        on_ready(node.host.addresses)
+        await run_loops(node.loops() | loops, asyncio.Event())
+
+
+def _follow(node: Node, follower: Follower) -> Loop:
+    """Wait for the run's manifest to arrive, then follow its chain, so that late joiners can ask us for it."""
+
+    def capacity() -> CapacityAd:
+        return CapacityAd(
+            run=follower.run,
+            session=node.session,
+            role="bootstrap",
+            issued_ms=now_ms(),
+            addresses=tuple(node.host.addresses[:16]),
+        )
+
+    async def loop() -> None:
+        follower.capacity = capacity
+        while follower.rules.manifest is None:
+            await follower.look_for_manifest()
+            await asyncio.sleep(MANIFEST_ASK_S)
+        await follower.open_chain()
+        await asyncio.Event().wait()
+
+    return loop

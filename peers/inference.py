@@ -1,0 +1,463 @@
+"""The inference peer: fetch the policy, generate while the bound allows it, deliver until receipted.
+
+    chain head --fetch, digest--> adapter --> engine --gate 1--> groups --> outbox (disk) --push--> receipt
+
+Three loops: one keeps the adapter at the head, one generates (the engine on its own thread, so the event
+loop keeps answering), one pushes. A group is on disk before it is sent, and its counter is never used again.
+Without news from the trainer the peer paces itself by the head it knows (DESIGN section 9).
+"""
+
+import asyncio
+import hashlib
+import importlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from peers.engines import Completion
+from peers.environments import Problem, Scored
+from peers.environments.split import training_problem
+from protocols.adapters import Adapter, adapter_digest, decode_adapter
+from protocols.delivery import Outbox
+from protocols.envelopes import Sealed, seal, unseal
+from protocols.faults import PeerFault, TransportFault
+from protocols.manifest import Manifest
+from protocols.messages import (
+    UNARY_BYTES_MAX,
+    Announcement,
+    CapacityAd,
+    Envelopes,
+    Heartbeat,
+    PushRollouts,
+    Receipt,
+    Refused,
+    RolloutBatch,
+    RolloutGroup,
+)
+from protocols.rollouts import pack_floats, pack_ids
+from protocols.staleness import admits
+from swarm.identity import load_identity, lock_home
+from swarm.node import Node, NodeConfig, now_ms
+from swarm.storage import PeerStore
+from swarm.tasks import run_loops
+
+log = logging.getLogger(__name__)
+
+CALL_TARGET_S = 0.5  # a generation call of this length loses little when a new version arrives meanwhile
+CALL_GROUPS_MAX = 64
+VERSIONS_KEPT = 4  # adapters kept on disk to serve to other peers
+PUSH_TIMEOUT_S = 15.0
+PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
+FETCH_RETRY_S = 1.0
+RATE_WINDOW_S = 1.0
+
+T = TypeVar("T")
+_group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceOptions:
+    """What `swarm join` was told."""
+
+    home: Path
+    run: str
+    bootstrap: tuple[str, ...]
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    engine: str = "auto"
+    allow_code: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The version that the engine generates with."""
+
+    version: int
+    digest: bytes
+
+
+async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]], None]) -> None:
+    """Generate until the run ends, or until cancelled. Raises ValueError, TransportFault."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(lock_home(options.home))
+        identity, _ = load_identity(options.home / "peer.key")
+        config = NodeConfig(
+            role="inference", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
+        )
+        node = await Node.start(identity, options.home, config, [options.run])
+        stack.push_async_callback(node.close)
+        peer = InferencePeer(node, options)
+        stack.callback(peer.close)
+        await peer.open()
+        node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
+        on_ready(node.host.addresses)
+        loops = {"fetch": peer.fetch, "generate": peer.generate, "push": peer.push, "report": peer.report}
+        try:
+            await run_loops(node.loops() | loops, node.followers[options.run].ended)
+        finally:
+            peer.emit_final()
+            await node.followers[options.run].say_goodbye()
+
+
+class InferencePeer:
+    """See the module's docstring."""
+
+    def __init__(self, node: Node, options: InferenceOptions) -> None:
+        self.node = node
+        self.options = options
+        self.follower = node.followers[options.run]
+        self.outbox = Outbox()
+        self.loaded: Loaded | None = None
+        self.tokens_per_s: float | None = None
+        self.generated = Counter[str]()
+        self.pushed_bytes = 0
+        self._store: PeerStore
+        self._offered: tuple[Loaded, Adapter] | None = None
+        self._next_counter = 0
+        self._call_groups = 2
+        self._to_push = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def open(self) -> None:
+        """Manifest, model, engine, measured rate, chain, outbox. Raises ValueError, TransportFault."""
+        warm_up = self._in_thread(importlib.import_module, "peers.engines.transformers_engine")  # libraries, no weights
+        manifest = await self.follower.find_manifest()
+        await warm_up
+        await self._in_thread(self._load, manifest)
+        assert self.follower.store is not None
+        self._store = self.follower.store
+        await self.follower.open_chain()
+        for counter, body in await self._store.outbox():
+            self.outbox.add(counter, len(body))
+        stored = await self._store.meta("next_counter")
+        self._next_counter = int.from_bytes(stored, "big") if stored is not None else _first_counter()
+        self.follower.beat = self._beat
+        self.follower.capacity = self._capacity
+        for peer_id in self.node.bootstraps.values():
+            await self.follower.catch_up(peer_id)
+        await self.follower.read_head()
+
+    def _load(self, manifest: Manifest) -> None:
+        from peers.engines.measure import measure_tokens_per_s
+        from peers.engines.transformers_engine import TransformersEngine
+        from peers.environments.load import load_environment
+        from peers.models.load import load_model
+
+        if self.options.engine not in ("auto", "transformers"):
+            raise ValueError(f"engine {self.options.engine!r} is not there yet: use auto or transformers")
+        self.environment = load_environment(manifest.environment, self.options.allow_code)
+        self.model = load_model(manifest.model.name)
+        if manifest.model.digest is not None and self.model.digest != manifest.model.digest:
+            raise ValueError(
+                f"model {manifest.model.name}: this machine's weights are {self.model.digest.hex()[:16]}..., "
+                f"the run's are {manifest.model.digest.hex()[:16]}...; get the run's revision"
+            )
+        self.engine = TransformersEngine(self.model, manifest.lora)
+        prompts = [self.model.tokenizer.encode(self._problem(counter).prompt) for counter in range(8)]
+        self.tokens_per_s = measure_tokens_per_s(self.engine, prompts, manifest.sampling)
+
+    def _problem(self, counter: int) -> Problem:
+        return training_problem(self.environment, self.follower.manifest.seed, self.node.peer_id, counter)
+
+    # ------------------------------------------------------------------ policy
+
+    async def fetch(self) -> None:
+        """Keep the adapter at the head of the chain."""
+        assert self.follower.chain is not None
+        while True:
+            async with self.follower.changed:
+                await self.follower.changed.wait_for(lambda: self._wanted() is not None)
+            wanted = self._wanted()
+            if wanted is not None and not await self._fetch(wanted):
+                await asyncio.sleep(FETCH_RETRY_S)
+
+    def _wanted(self) -> Sealed[Announcement] | None:
+        """The head, if it is not what the engine has or is about to get."""
+        head = self.follower.chain.head if self.follower.chain is not None else None
+        newest = self._offered[0] if self._offered is not None else self.loaded
+        if head is None or (newest is not None and newest.version == head.message.version):
+            return None
+        return head
+
+    async def _fetch(self, sealed: Sealed[Announcement]) -> bool:
+        """Fetch and check one version; False when it cannot be had now (the head may have moved on by then)."""
+        said = sealed.message
+        started_s = time.monotonic()
+        try:
+            blob, source = await self.node.exchange.fetch(said.adapter.keyframe, self.follower.sources(said.version))
+            adapter = await asyncio.to_thread(_decode_checked, blob, said.adapter.digest)
+        except TransportFault as fault:
+            log.info("v%d: %s", said.version, fault)
+            return False
+        except PeerFault as fault:
+            self.node.warn("bad adapter", f"v{said.version}: {fault}; staying at the version before")
+            return False
+        except OSError as error:
+            self.node.warn("cannot store adapter", f"v{said.version}, {said.adapter.keyframe.size} bytes: {error}")
+            return False
+        fetched_s = time.monotonic() - started_s
+        self._offered = (Loaded(said.version, said.adapter.digest), adapter)
+        self._fetched = {"fetch_s": round(fetched_s, 4), "bytes": len(blob), "source": source}
+        async with self.follower.changed:
+            self.follower.changed.notify_all()
+        return True
+
+    async def _take_offered(self) -> None:
+        """Between two generation calls: hand the fetched adapter to the engine."""
+        if self._offered is None:
+            return
+        loaded, adapter = self._offered
+        started_s = time.monotonic()
+        try:
+            await self._in_thread(self.engine.load_adapter, loaded.version, adapter)
+        except PeerFault as fault:
+            self.node.warn("bad adapter", f"v{loaded.version}: {fault}; staying at the version before")
+            self.loaded = Loaded(loaded.version, b"")  # not tried again, and not generated with
+            self._offered = None
+            return
+        self.loaded, self._offered = loaded, None
+        load_s = round(time.monotonic() - started_s, 4)
+        self.node.metrics.emit("adapter", version=loaded.version, load_s=load_s, **self._fetched)
+        assert self.follower.chain is not None
+        kept = self.follower.chain.entries[-VERSIONS_KEPT:]
+        roots = {entry.message.adapter.keyframe.root for entry in kept}
+        await asyncio.to_thread(self.node.exchange.blobs.keep_only, roots)
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(self) -> None:
+        """Group after group, as far ahead of the trainer as the pipeline is deep."""
+        while True:
+            await self._until_allowed()
+            await self._take_offered()
+            if self.loaded is None or not self._allowed():
+                continue
+            counters = range(self._next_counter, self._next_counter + self._call_groups)
+            started_s = time.monotonic()
+            groups = await self._in_thread(self._make_groups, counters, self.loaded)
+            self._adapt(time.monotonic() - started_s)
+            await self._keep(groups)
+
+    async def _until_allowed(self) -> None:
+        async with self.follower.changed:
+            await self.follower.changed.wait_for(lambda: self._offered is not None or self._allowed())
+
+    def _allowed(self) -> bool:
+        """Gate 1, from what this peer knows: the head, and what the trainer last said.
+
+        The version before the head may go on while the head is fetched; one that was revoked may not.
+        """
+        chain, manifest, loaded = self.follower.chain, self.follower.manifest, self.loaded
+        if chain is None or loaded is None or self.outbox.full:
+            return False
+        known = chain.get(loaded.version)
+        if known is None or known.message.adapter.digest != loaded.digest:
+            return False
+        steps = max(chain.version, self.follower.trainer_step or 0)
+        queued = (self.follower.trainer_queued or 0) + len(self.outbox)
+        depth = min(manifest.max_lag, manifest.publish_every)
+        return admits(steps, queued, manifest.learning.batch_groups, loaded.version, depth)
+
+    def _adapt(self, elapsed_s: float) -> None:
+        """Keep calls near their target length, and never over the batch that a step consumes."""
+        limit = min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups)
+        if elapsed_s < CALL_TARGET_S / 2:
+            self._call_groups = min(limit, self._call_groups * 2)
+        elif elapsed_s > CALL_TARGET_S * 2:
+            self._call_groups = max(1, self._call_groups // 2)
+
+    def _make_groups(self, counters: range, loaded: Loaded) -> list[tuple[int, bytes]]:
+        """Generate and score, on the engine's thread: (counter, encoded group) of each."""
+        manifest = self.follower.manifest
+        problems = [self._problem(counter) for counter in counters]
+        prompts = [self.model.tokenizer.encode(problem.prompt) for problem in problems]
+        seed = _sampling_seed(manifest.seed, self.node.peer_id, counters.start)
+        answers = self.engine.generate(prompts, manifest.sampling, seed)
+        made = []
+        for counter, problem, prompt, completions in zip(counters, problems, prompts, answers, strict=True):
+            self.generated["tokens"] += sum(len(each.token_ids) for each in completions)
+            group = self._group(counter, problem, prompt, completions, loaded)
+            made.append((counter, msgspec.msgpack.encode(group)))
+        return made
+
+    def _group(
+        self, counter: int, problem: Problem, prompt: tuple[int, ...], completions: list[Completion], loaded: Loaded
+    ) -> RolloutGroup:
+        texts = [self.model.tokenizer.decode(each.token_ids) for each in completions]
+        scores = [self.environment.score(problem, text) for text in texts]
+        return RolloutGroup(
+            counter=counter,
+            oldest_version=loaded.version,
+            newest_version=loaded.version,
+            adapter=loaded.digest,
+            prompt_ids=pack_ids(prompt),
+            lengths=tuple(len(each.token_ids) for each in completions),
+            token_ids=pack_ids([token for each in completions for token in each.token_ids]),
+            logprobs=pack_floats([value for each in completions for value in each.logprobs]),
+            truncated=tuple(each.finish == "length" for each in completions),
+            rewards=tuple(score.reward if isinstance(score, Scored) else None for score in scores),
+            temperature=self.follower.manifest.sampling.temperature,
+            engine=self.engine.name,
+        )
+
+    async def _keep(self, groups: list[tuple[int, bytes]]) -> None:
+        """Onto the disk, then into the outbox."""
+        self._next_counter = groups[-1][0] + 1
+        try:
+            await self._store.add_to_outbox(groups, self._next_counter)
+        except OSError as error:
+            self.node.warn("cannot store rollouts", f"{error}; generating again when there is room")
+            await asyncio.sleep(FETCH_RETRY_S * 5)
+            return
+        for counter, body in groups:
+            self.outbox.add(counter, len(body))
+        self.generated["groups"] += len(groups)
+        self._to_push.set()
+
+    # ------------------------------------------------------------------ delivery
+
+    async def push(self) -> None:
+        """Send what is in the outbox until receipts name it."""
+        while True:
+            counters = self.outbox.next_push(time.monotonic(), PUSH_BYTES_MAX)
+            if not counters:
+                self._to_push.clear()
+                try:
+                    async with asyncio.timeout(1.0):  # at most the shortest back-off
+                        await self._to_push.wait()
+                except TimeoutError:
+                    pass
+                continue
+            await self._push(counters)
+
+    async def _push(self, counters: list[int]) -> None:
+        trainer = self._trainer()
+        bodies = await self._store.outbox_bodies(counters)
+        batch = RolloutBatch(self.options.run, tuple(_group_decoder.decode(body) for body in bodies))
+        envelope = seal(self.node.identity.key, batch).raw
+        try:
+            reply = await self.node.ask(trainer, PushRollouts(envelope), PUSH_TIMEOUT_S)
+            match reply:
+                case Envelopes((raw,)):
+                    await self._receipted(unseal(raw, Receipt), trainer)
+                    self.pushed_bytes += len(envelope)
+                case Refused("quarantined"):
+                    raise TransportFault("banned", "the trainer refuses this peer: too many invalid rollouts")
+                case Refused(reason):
+                    log.info("trainer refuses: %s", reason)
+                    self.outbox.failed(time.monotonic())
+                case _:
+                    raise PeerFault("unexpected reply", type(reply).__name__)
+        except PeerFault as fault:
+            self.follower.refusals[fault.reason] += 1
+            self.outbox.failed(time.monotonic())
+        except TransportFault as fault:
+            if fault.code == "banned":
+                raise
+            log.info("push failed: %s", fault)
+            self.outbox.failed(time.monotonic())
+
+    def _trainer(self) -> str:
+        """Who consumes rollouts: whoever announced the head."""
+        chain = self.follower.chain
+        return chain.head.sender if chain is not None and chain.head is not None else self.follower.manifest.trainers[0]
+
+    async def _receipted(self, sealed: Sealed[Receipt], trainer: str) -> None:
+        receipt = sealed.message
+        if sealed.sender != trainer or receipt.run != self.options.run or receipt.producer != self.node.peer_id:
+            raise PeerFault("foreign receipt")
+        await self._store.remove_from_outbox(self.outbox.receipted(receipt))
+        await self.follower.trainer_said(receipt.step, receipt.queued)
+        async with self.follower.changed:
+            self.follower.changed.notify_all()  # the outbox is shorter
+
+    # ------------------------------------------------------------------ telling others
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(
+            run=self.options.run,
+            session=self.node.session,
+            role="inference",
+            version=self.loaded.version if self.loaded is not None else None,
+            tokens_per_s=self.tokens_per_s,
+            outbox=len(self.outbox),
+        )
+
+    def _capacity(self) -> CapacityAd:
+        return CapacityAd(
+            run=self.options.run,
+            session=self.node.session,
+            role="inference",
+            issued_ms=now_ms(),
+            engine=self.engine.name,
+            device=self.engine.device,
+            memory_bytes=psutil.virtual_memory().available,
+            tokens_per_s=self.tokens_per_s,
+            version=self.loaded.version if self.loaded is not None else None,
+            load=os.getloadavg()[0],
+            addresses=tuple(self.node.host.addresses[:16]),
+        )
+
+    async def report(self) -> None:
+        """Emit the rate of the last second while generating, and keep the advertised one measured."""
+        before, before_s = self.generated["tokens"], time.monotonic()
+        while True:
+            await asyncio.sleep(RATE_WINDOW_S)
+            tokens, now_s = self.generated["tokens"], time.monotonic()
+            if tokens != before:
+                rate = (tokens - before) / (now_s - before_s)
+                self.node.metrics.emit(
+                    "generated",
+                    groups=self.generated["groups"],
+                    tokens=tokens,
+                    tokens_per_s=round(rate, 1),
+                    version=self.loaded.version if self.loaded is not None else None,
+                    outbox=len(self.outbox),
+                )
+            before, before_s = tokens, now_s
+
+    def emit_final(self) -> None:
+        """The numbers of this process's life, for the report."""
+        self.node.metrics.emit(
+            "final",
+            generated=self.generated["groups"],
+            receipts=dict(self.outbox.counts),
+            outbox=len(self.outbox),
+            version=self.loaded.version if self.loaded is not None else None,
+            bytes={"adapters": self.node.exchange.received_bytes, "rollouts": self.pushed_bytes},
+        )
+
+    def close(self) -> None:
+        """Stop the engine's thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _decode_checked(blob: bytes, digest: bytes) -> dict[str, Any]:
+    adapter = decode_adapter(blob)
+    if adapter_digest(adapter) != digest:
+        raise PeerFault("wrong digest")
+    return adapter
+
+
+def _first_counter() -> int:
+    """Where a peer without memory begins: seconds since 2020, so that one that lost its disk but not its key goes on
+    above every counter it used before (no peer starts a group a second for years)."""
+    return int(time.time()) - 1_577_836_800
+
+
+def _sampling_seed(run_seed: int, peer_id: str, counter: int) -> int:
+    text = f"echo-swarm/1/sampling\0{run_seed}\0{peer_id}\0{counter}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
