@@ -18,8 +18,9 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.resources import as_file, files
@@ -51,9 +52,12 @@ STREAM_BUFFER_BYTES = (
 )  # one blob chunk; on loopback 5 to 25 % faster than asyncio's 64 KiB, and 1 MiB no better
 STOP_S = 3.0  # p2pd ends 20 ms after SIGTERM; a child that takes this long is stuck
 LAST_LINES = 20  # of p2pd's output, for error messages; Go's fatal errors are one line
-LEFTOVERS_MAX = 256  # socket folders of dead processes looked at on start
+LEFTOVERS_MAX = 256  # socket folders looked at on start: a large simulation's
+LEFTOVER_AGE_S = 600.0  # longer than any start takes: p2pd may not listen yet in a younger folder
 HANDLINGS_PER_PEER_MAX = 32  # of one protocol; a DHT node has 4 lookups of 4 workers in flight, a peer two calls
-_FOLDER_PREFIX = "echo-swarm-"
+ROUTING_PAUSES_S = (0.05, 0.2)  # identifying a new neighbour takes p2pd 5 to 50 ms
+_NO_ROUTE_YET = ("routing: not found", "failed to find any peer in table")
+_FOLDER_PREFIX = "echo-swarm-p2pd-"
 _CONTROL, _STREAMS = "control.sock", "streams.sock"
 
 
@@ -117,9 +121,18 @@ class Control(ControlClient):  # type: ignore[misc]
             raise TransportFault(self.over)
 
     async def call_unary_handler(self, peer_id: PeerID, proto: str, data: bytes) -> bytes:
-        self._require()
-        answer: bytes = await super().call_unary_handler(peer_id, proto, data)
-        return answer
+        """As hivemind's, but patient with a connection that is milliseconds old and not yet known to p2pd's DHT."""
+        for pause_s in (*ROUTING_PAUSES_S, None):
+            self._require()
+            try:
+                answer: bytes = await super().call_unary_handler(peer_id, proto, data)
+            except P2PDaemonError as error:
+                if pause_s is None or not any(text in str(error) for text in _NO_ROUTE_YET):
+                    raise
+                await asyncio.sleep(pause_s)
+            else:
+                return answer
+        raise AssertionError  # the last round returns or raises
 
     async def add_unary_handler(self, proto: str, handler: Any, balanced: bool = False) -> None:
         self._require()
@@ -287,8 +300,8 @@ class Daemon(P2P):  # type: ignore[misc]
         self.died = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._folder: Path | None = None
+        self._spawning: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._watch_task: asyncio.Task[None] | None = None
-        self._on_death: Callable[[], None] | None = None
 
     @property
     def control(self) -> Control:
@@ -317,12 +330,12 @@ class Daemon(P2P):  # type: ignore[misc]
         return self
 
     async def _spawn(self, arguments: Sequence[str], debug: bool) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_socket_parent()))
         self._daemon_listen_maddr = Multiaddr(f"/unix{self._folder / _CONTROL}")
         self._client_listen_maddr = Multiaddr(f"/unix{self._folder / _STREAMS}")
         environment = os.environ | {"GOLOG_LOG_FMT": "json", "GOLOG_LOG_LEVEL": "debug" if debug else "fatal"}
         with as_file(files(hivemind.hivemind_cli) / "p2pd") as binary:
-            self._child = await asyncio.create_subprocess_exec(
+            spawning = asyncio.create_subprocess_exec(
                 binary,
                 f"-listen={self._daemon_listen_maddr}",
                 *arguments,
@@ -332,6 +345,8 @@ class Daemon(P2P):  # type: ignore[misc]
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for us: p2pd must live until we have said goodbye
             )
+            self._spawning = asyncio.create_task(spawning)
+            self._child = await asyncio.shield(self._spawning)  # uvloop forgets a child if it is cancelled here
         ready = asyncio.get_running_loop().create_future()
         self._reader_task = asyncio.create_task(self._read_lines(self._child.stdout, ready))
         await ready
@@ -384,8 +399,10 @@ class Daemon(P2P):  # type: ignore[misc]
             task.cancel()
         if self._client is not None:
             await self.control.stop()
-        if self._child is not None:
-            await self._stop_child()
+        if self._spawning is not None:
+            await asyncio.wait([self._spawning])
+            if self._spawning.exception() is None:
+                await self._stop_child(self._spawning.result())
         if self._reader_task is not None:
             self._reader_task.cancel()
             tasks.append(self._reader_task)
@@ -394,16 +411,17 @@ class Daemon(P2P):  # type: ignore[misc]
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _stop_child(self) -> None:
+    @staticmethod
+    async def _stop_child(child: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
-            self._child.terminate()
+            child.terminate()
         try:
             async with asyncio.timeout(STOP_S):
-                await self._child.wait()
+                await child.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
-                self._child.kill()
-            await self._child.wait()
+                child.kill()
+            await child.wait()
 
     async def shutdown(self) -> None:
         await self.stop()
@@ -412,23 +430,39 @@ class Daemon(P2P):  # type: ignore[misc]
         """For hivemind's finaliser. Nothing to do: p2pd ends by itself when its connection to us closes."""
 
 
+def _socket_parent() -> Path:
+    """Where socket folders go. A unix socket's path has 104 bytes at most (macOS), ours needs 40 below this."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(os.fsencode(usual)) <= 60 else Path("/tmp")
+
+
 def remove_leftovers() -> int:
-    """Remove the socket folders of processes that are gone: ours by owner, and nobody answers there any more."""
+    """Remove the socket folders that killed processes left: ours, not young, and nobody answers in them."""
     removed = 0
-    folders = sorted(Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/{_CONTROL}"))[:LEFTOVERS_MAX]
-    for control in folders:
-        try:
-            if control.lstat().st_uid != os.geteuid():
+    for folder in sorted(_socket_parent().glob(f"{_FOLDER_PREFIX}*"))[:LEFTOVERS_MAX]:
+        with suppress(OSError):  # gone meanwhile, or not ours to look at
+            about = folder.lstat()
+            if about.st_uid != os.geteuid() or time.time() - about.st_mtime < LEFTOVER_AGE_S:
                 continue
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.setblocking(False)
-                probe.connect(str(control))
-        except ConnectionRefusedError:
-            shutil.rmtree(control.parent, ignore_errors=True)
-            removed += 1
-        except OSError:
-            continue  # gone meanwhile, or not ours to judge
+            sockets = [folder / name for name in (_CONTROL, _STREAMS) if (folder / name).is_socket()]
+            if not any(_answers(each) for each in sockets):
+                for each in sockets:
+                    each.unlink()
+                folder.rmdir()  # fails if there is anything else in it
+                removed += 1
     return removed
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:  # a full queue: alive, and busy
+            return True
+    return True
 
 
 def arguments_of(flags: dict[str, str | int | bool | None]) -> list[str]:
