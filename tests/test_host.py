@@ -41,8 +41,8 @@ async def never(request: bytes, peer_id: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(monkeypatch: pytest.MonkeyPatch):
-    """Short, as unix sockets want it, and not shared with swarms that run beside the tests."""
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Short, as unix sockets want it, and not shared with swarms that run beside the tests. (tmp_path comes first.)"""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)
