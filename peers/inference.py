@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 CALL_TARGET_S = 0.5  # a generation call of this length loses little when a new version arrives meanwhile
 CALL_GROUPS_MAX = 64
+CALLS_PER_BATCH = 4  # peers do not see each other's calls in flight: small ones overshoot the queue by little
 VERSIONS_KEPT = 4  # adapters kept on disk to serve to other peers
 PUSH_TIMEOUT_S = 15.0
 PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
@@ -124,7 +125,7 @@ class InferencePeer:
         self._store: PeerStore
         self._offered: tuple[Loaded, Adapter] | None = None
         self._next_counter = 0
-        self._call_groups = 2
+        self._call_groups = 1
         self._to_push = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
@@ -266,18 +267,22 @@ class InferencePeer:
         known = chain.get(loaded.version)
         if known is None or known.message.adapter.digest != loaded.digest:
             return False
-        steps = max(chain.version, self.follower.trainer_step or 0)
-        queued = (self.follower.trainer_queued or 0) + len(self.outbox)
+        batch = manifest.learning.batch_groups
+        said_step = self.follower.trainer_step or 0
+        steps = max(chain.version, said_step)
+        consumed_since = (steps - said_step) * batch  # by the steps that were announced after the trainer spoke
+        queued = max(0, (self.follower.trainer_queued or 0) - consumed_since) + len(self.outbox)
         depth = min(manifest.max_lag, manifest.publish_every)
-        return admits(steps, queued, manifest.learning.batch_groups, loaded.version, depth)
+        return admits(steps, queued + self._call_groups - 1, batch, loaded.version, depth)
 
     def _adapt(self, elapsed_s: float) -> None:
-        """Keep calls near their target length, and never over the batch that a step consumes."""
-        limit = min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups)
+        """Keep calls near their target length, and a fraction of the batch that a step consumes: fresher, fairer."""
+        limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
         if elapsed_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
         elif elapsed_s > CALL_TARGET_S * 2:
             self._call_groups = max(1, self._call_groups // 2)
+        self._call_groups = min(limit, self._call_groups)
 
     def _make_groups(self, counters: range, loaded: Loaded) -> list[tuple[int, bytes]]:
         """Generate and score, on the engine's thread: (counter, encoded group) of each."""

@@ -1,0 +1,159 @@
+"""One peer as a process of its own, for end-to-end tests: `python -m tests.peer_process ROLE FOLDER ...`.
+
+--crash POINT:STEP   (trainer) SIGKILL ourselves at an awkward moment of that step:
+    after-step         the optimizer has stepped, nothing is on disk
+    after-checkpoint   the checkpoint is whole, the transaction has not begun
+    before-ledger      the transaction is committed, the ledger file has not got its entry
+    before-announce    everything is on disk, nobody has been told
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from protocols.envelopes import Sealed, seal
+from protocols.faults import PeerFault, TransportFault
+from protocols.identity import public_bytes, run_id_of
+from protocols.manifest import EnvironmentSpec, LearningSpec, Manifest, ModelSpec
+from protocols.messages import Sampling
+from swarm.identity import load_identity
+
+OWNER = Ed25519PrivateKey.from_private_bytes(b"an owner's key for tests only...")
+RUN = run_id_of("test", public_bytes(OWNER))
+
+
+def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[bytes, int], Sealed[Manifest]]:
+    trainer, _ = load_identity(folder / "trainer" / "peer.key")
+
+    def make(digest: bytes, revision: int) -> Sealed[Manifest]:
+        manifest = Manifest(
+            run=RUN,
+            revision=revision,
+            trainers=(trainer.peer_id,),
+            issued_ms=int(time.time() * 1000),
+            max_steps=arguments.steps,
+            max_lag=arguments.max_lag,
+            model=ModelSpec(name="builtin", digest=digest),
+            environment=EnvironmentSpec(prompt="{expression} = ", params={"min_terms": 2, "max_terms": 2}),
+            sampling=Sampling(group_size=4),
+            learning=LearningSpec(batch_groups=arguments.batch),
+        )
+        return seal(OWNER, manifest)
+
+    return make
+
+
+def kill_ourselves() -> None:
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install_crash(point: str, step: int) -> None:
+    from peers.checkpoints import Checkpoints
+    from peers.record import Record
+    from peers.trainer import Trainer
+
+    def before(owner: Any, name: str, due: Callable[..., bool]) -> None:
+        real = getattr(owner, name)
+
+        def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if due(self, *args):
+                kill_ourselves()
+            return real(self, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+
+    def after_write(self: Checkpoints, at: int, state: bytes) -> tuple[str, bytes]:
+        result = real_write(self, at, state)
+        if at == step:
+            kill_ourselves()
+        return result
+
+    real_write = Checkpoints.write
+    match point:
+        case "after-step":
+            before(Trainer, "_commit", lambda trainer, *_: trainer.learner.steps == step)
+        case "after-checkpoint":
+            Checkpoints.write = after_write  # type: ignore[method-assign]
+        case "before-ledger":
+            committed: list[int] = []
+            before(Record, "append", lambda *_: len(committed) > 0)
+            real_settle = Trainer._extend
+
+            def count(self: Trainer, sealed: Any) -> None:
+                if sealed.message.version == step - 1:
+                    committed.append(step)
+                real_settle(self, sealed)
+
+            Trainer._extend = count  # type: ignore[method-assign]
+        case "before-announce":
+            before(Trainer, "_announce", lambda _, sealed: sealed is not None and sealed.message.version == step)
+        case _:
+            raise SystemExit(f"unknown crash point {point}")
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> None:
+    listen = (f"/ip4/127.0.0.1/tcp/{arguments.port}",)
+    bootstrap = tuple(arguments.bootstrap)
+
+    def ready(addresses: list[str]) -> None:
+        print("ready", addresses[0], flush=True)
+
+    match arguments.role:
+        case "bootstrap":
+            from bootstrap.bootstrap_peer import BootstrapOptions, run_bootstrap
+
+            await run_bootstrap(BootstrapOptions(home=folder / "bootstrap", runs=(RUN,), listen=listen), ready)
+        case "trainer":
+            from peers.trainer import TrainerOptions, run_trainer
+
+            options = TrainerOptions(
+                home=folder / (arguments.home or "trainer"),
+                run=RUN,
+                model="builtin",
+                make_manifest=make_manifest(folder, arguments),
+                bootstrap=bootstrap,
+                listen=listen,
+                evaluation_problems=0,
+            )
+            await run_trainer(options, ready)
+        case name:
+            from peers.inference import InferenceOptions, run_inference
+
+            home = folder / (arguments.home or name)
+            await run_inference(InferenceOptions(home=home, run=RUN, bootstrap=bootstrap, listen=listen), ready)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--bootstrap", action="append", default=[])
+    parser.add_argument("--port", default="0")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--max-lag", type=int, default=4)
+    parser.add_argument("--home")
+    parser.add_argument("--crash")
+    arguments = parser.parse_args()
+    if arguments.crash:
+        point, step = arguments.crash.split(":")
+        install_crash(point, int(step))
+    try:
+        uvloop.run(run(arguments, arguments.folder))
+    except (TransportFault, PeerFault, ValueError) as error:
+        print(f"error {getattr(error, 'code', 'configuration')} {error}", flush=True)
+        return 1 if isinstance(error, TransportFault | PeerFault) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
