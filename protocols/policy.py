@@ -3,11 +3,12 @@
     genesis(run) <- v0 <- v1 <- v3 ...       each announcement names the hash of its parent
 
 Versions only rise, and may skip. A chain holds what one peer has verified; two honest chains of a run
-are prefixes of each other. Two valid announcements of one version by one trainer are equivocation: both
-are refused, the evidence is kept, and nothing more is taken from that trainer. The owner ends that with
-a manifest that names another trainer key.
+are prefixes of each other. Two valid announcements by one trainer of one version, or with one parent (a
+fork that skips the version), are equivocation: both are refused, the evidence is kept, and nothing more is
+taken from that trainer. The owner ends that with a manifest that names another trainer key.
 """
 
+import bisect
 import hashlib
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from protocols import PROTOCOL
 from protocols.envelopes import Sealed, content_hash
 from protocols.faults import PeerFault
 from protocols.manifest import Manifest
-from protocols.messages import Announcement, RunEnd
+from protocols.messages import Announcement, RolloutGroup, RunEnd
 
 
 def genesis(run: str) -> bytes:
@@ -35,17 +36,21 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Its parent is unknown: ask somebody for the announcements from `first` on."""
+    """Its parent is unknown: ask somebody for the announcements from `first` on.
+
+    If their answer leaves a gap again, the two chains differ further back: ask the same peer from 0 on.
+    """
 
     first: int
 
 
 @dataclass(frozen=True, slots=True)
 class Equivocation:
-    """One trainer, one version, two contents: both envelopes prove it."""
+    """One trainer, two contents for one version or for one parent: both envelopes prove it."""
 
     trainer: str
     version: int
+    """The disputed version that this chain held."""
     first: bytes
     second: bytes
 
@@ -64,6 +69,7 @@ class Chain:
         self.end: Sealed[RunEnd] | None = None
         self._hashes: list[bytes] = []
         self._index: dict[int, int] = {}  # version -> position
+        self._child: dict[bytes, int] = {}  # hash of the parent -> position
 
     @property
     def head(self) -> Sealed[Announcement] | None:
@@ -91,8 +97,20 @@ class Chain:
 
     def since(self, first: int, limit: int) -> list[Sealed[Announcement]]:
         """At most `limit` announcements from version `first` on, oldest first."""
-        start = next((at for at, entry in enumerate(self.entries) if entry.message.version >= first), None)
-        return [] if start is None else self.entries[start : start + limit]
+        start = bisect.bisect_left(self.entries, first, key=lambda entry: entry.message.version)
+        return self.entries[start : start + limit]
+
+    def check_authorship(self, group: RolloutGroup) -> None:
+        """Raises PeerFault unless the group's versions exist here and its weights are those of the newest one.
+
+        A producer that relabels old rollouts as new would get around the staleness bound; the digest of what it
+        had loaded must then be forged too, and no longer be checked by its own engine.
+        """
+        newest = self.get(group.newest_version)
+        if newest is None or group.oldest_version not in self._index:
+            raise PeerFault("unknown version", f"v{group.oldest_version} to v{group.newest_version}")
+        if group.adapter != newest.message.adapter.digest:
+            raise PeerFault("wrong adapter", f"v{group.newest_version}")
 
     def extend(self, sealed: Sealed[Announcement]) -> Outcome:
         """Take one more announcement, in any order. Raises PeerFault for one that can never be valid here."""
@@ -100,18 +118,21 @@ class Chain:
         self._check_origin(sealed.sender, said.run)
         if said.trained_on.max_lag > said.bound or said.bound != self.manifest.max_lag:
             raise PeerFault("bound broken", f"v{said.version} trained at lag {said.trained_on.max_lag}")
+        known = self.get(said.version) or self._sibling(said)
+        if known is not None and content_hash(known) == content_hash(sealed):
+            return Known()
         if sealed.sender in self.equivocations:
             raise PeerFault("equivocating trainer", sealed.sender)
-        known = self.get(said.version)
         if known is not None:
-            return self._compare(known, sealed)
-        if said.parent == self.head_hash and said.version > self.version:
-            self._append(sealed)
-            return Extended()
-        if said.version > self.version:
+            return self._dispute(known, sealed)
+        if said.version <= self.version:  # a version we skipped, whose parent is none of ours
+            raise PeerFault("not on the chain", f"v{said.version}")
+        if self.end is not None:
+            raise PeerFault("after the end", f"v{said.version}")
+        if said.parent != self.head_hash:
             return Gap(self.version + 1)
-        # Below our head, at a version we skipped: it cannot have the parent it claims in our linear chain.
-        raise PeerFault("not on the chain", f"v{said.version}")
+        self._append(sealed)
+        return Extended()
 
     def finish(self, sealed: Sealed[RunEnd]) -> bool:
         """Take the end of the run: True when this chain is complete, False when it must catch up first.
@@ -119,9 +140,11 @@ class Chain:
         Raises PeerFault for an end that does not fit this chain.
         """
         self._check_origin(sealed.sender, sealed.message.run)
-        if sealed.message.version > self.version:
+        if sealed.sender in self.equivocations:
+            raise PeerFault("equivocating trainer", sealed.sender)
+        if sealed.message.version > self.version and self.end is None:
             return False
-        if sealed.message.version < self.version or sealed.message.head != self.head_hash:
+        if sealed.message.version != self.version or sealed.message.head != self.head_hash:
             raise PeerFault("not on the chain", "end of the run")
         self.end = sealed
         return True
@@ -133,19 +156,25 @@ class Chain:
             raise PeerFault("not a trainer", sender)
 
     def _append(self, sealed: Sealed[Announcement]) -> None:
-        self._index[sealed.message.version] = len(self.entries)
+        self._index[sealed.message.version] = self._child[sealed.message.parent] = len(self.entries)
         self.entries.append(sealed)
         self._hashes.append(content_hash(sealed))
 
-    def _compare(self, known: Sealed[Announcement], sealed: Sealed[Announcement]) -> Known | Equivocation:
-        if content_hash(known) == content_hash(sealed):
-            return Known()
+    def _sibling(self, said: Announcement) -> Sealed[Announcement] | None:
+        """The entry with the same parent, if `said` could stand in its place."""
+        at = self._child.get(said.parent)
+        if at is None or (at > 0 and said.version <= self.entries[at - 1].message.version):
+            return None
+        return self.entries[at]
+
+    def _dispute(self, known: Sealed[Announcement], sealed: Sealed[Announcement]) -> Equivocation:
         if known.sender != sealed.sender:
             raise PeerFault("not on the chain", f"v{sealed.message.version} of another trainer")
-        proof = Equivocation(sealed.sender, sealed.message.version, known.raw, sealed.raw)
+        proof = Equivocation(sealed.sender, known.message.version, known.raw, sealed.raw)
         self.equivocations[sealed.sender] = proof
         if known is self.head:  # both are refused; older versions have descendants that peers already hold
             self.entries.pop()
             self._hashes.pop()
-            del self._index[known.message.version]
+            del self._index[known.message.version], self._child[known.message.parent]
+            self.end = None  # it named the head that is gone
         return proof
