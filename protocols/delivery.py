@@ -10,7 +10,7 @@ they need to decide; their drivers hold the bytes, and rebuild them from disk af
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocols.faults import LocalFault, PeerFault
@@ -66,15 +66,11 @@ class Intake:
         self._floor: dict[str, int] = {}  # producer -> counters below it that are not in _seen are spent
         self._invalid: Counter[str] = Counter()
 
-    def restore(
-        self, queued: Iterable[Queued], consumed: Iterable[Queued], spent: Mapping[str, int] | None = None
-    ) -> None:
+    def restore(self, queued: Iterable[Queued], consumed: Iterable[Queued]) -> None:
         """Rebuild from disk: groups that wait, and groups that must not come again (trained, no signal or stale).
 
-        Where `consumed` leaves out old groups, `spent` says for each producer one more than their largest counter.
+        `consumed` may leave out groups beyond the bound when `used` tells their counters.
         """
-        for producer, counter in (spent or {}).items():
-            self._spend(producer, counter)
         for group in consumed:
             self._remember(group)
         for group in queued:
@@ -91,8 +87,11 @@ class Intake:
         return self._next_counter.get(producer, 0)
 
     def used(self, producer: str, next_counter: int) -> None:
-        """From disk: every counter below `next_counter` was used by this producer."""
-        self._next_counter[producer] = max(self.next_counter(producer), next_counter)
+        """From disk: no counter of this producer below `next_counter` is new.
+
+        Not even one that is missing on the disk: a producer sends its oldest groups first.
+        """
+        self._spend(producer, next_counter)
 
     def quarantined(self, producer: str) -> bool:
         """True when this producer has sent too much nonsense to be listened to."""
