@@ -20,6 +20,7 @@ from protocols.messages import RolloutGroup, Sampling
 
 LOGPROB_SLACK = 1e-3  # float32 log-softmax of a certain token may round to just above 0
 PROMPT_TOKENS_MAX = 32_768
+REWARD_MAX = 1e6  # far over any environment's scale; keeps a group's sums and squares finite in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,15 @@ def _unpack(code: str, raw: bytes) -> tuple[Any, ...]:
 
 
 def group_digest(producer: str, group: RolloutGroup) -> bytes:
-    """The identity of a group; what receipts and the ledger name. 32 bytes."""
+    """The identity of a group; what receipts and the ledger name. 32 bytes.
+
+    A whole number in a float field (`rewards=(1, 0)`) travels as an integer and arrives as a float; both
+    ends hash the float.
+    """
     text = f"{PROTOCOL}/group\0{producer}\0".encode()
-    return hashlib.sha256(text + msgspec.msgpack.encode(group)).digest()
+    rewards = tuple(None if reward is None else float(reward) for reward in group.rewards)
+    canonical = msgspec.structs.replace(group, rewards=rewards, temperature=float(group.temperature))
+    return hashlib.sha256(text + msgspec.msgpack.encode(canonical)).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +91,10 @@ def unpack_group(group: RolloutGroup, rules: GroupRules) -> list[Rollout]:
         raise PeerFault("version span")
     if not 0 < len(group.prompt_ids) <= 4 * PROMPT_TOKENS_MAX:
         raise PeerFault("prompt length")
-    ids, logprobs = unpack_ids(group.token_ids), unpack_floats(group.logprobs)
+    prompt, ids, logprobs = unpack_ids(group.prompt_ids), unpack_ids(group.token_ids), unpack_floats(group.logprobs)
     if not sum(group.lengths) == len(ids) == len(logprobs):
         raise PeerFault("lengths disagree", f"{sum(group.lengths)}, {len(ids)} ids, {len(logprobs)} log-probabilities")
-    if any(token >= rules.vocab_size for token in ids):
+    if max(*prompt, *ids, 0) >= rules.vocab_size:
         raise PeerFault("token outside the vocabulary")
     if not all(map(math.isfinite, logprobs)):
         raise PeerFault("log-probability not finite")
@@ -95,6 +102,8 @@ def unpack_group(group: RolloutGroup, rules: GroupRules) -> list[Rollout]:
         raise PeerFault("log-probability above 0")
     if any(reward is not None and not math.isfinite(reward) for reward in group.rewards):
         raise PeerFault("reward not finite")
+    if any(reward is not None and abs(reward) > REWARD_MAX for reward in group.rewards):
+        raise PeerFault("reward out of range")
     rollouts, at = [], 0
     for length, truncated, reward in zip(group.lengths, group.truncated, group.rewards, strict=True):
         rollout = Rollout(ids[at : at + length], logprobs[at : at + length], truncated, reward)
