@@ -8,8 +8,8 @@
         EndEntry       the envelope of the run's end
 
 The signed announcement holds the count, the largest lag and the root over the consumed groups, and the
-hash of the announcement before it. So no entry can be changed, removed or swapped unnoticed; a cut at the
-end shows as a missing end.
+hash of the announcement before it. So no version can be changed, removed or swapped unnoticed; a cut at the
+end shows as a missing end. Every lag is counted from a version that the ledger holds.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from msgspec import Struct
 
 from protocols.directory import check_manifest
 from protocols.envelopes import unseal
-from protocols.faults import PeerFault
+from protocols.faults import LocalFault, PeerFault
 from protocols.manifest import Manifest
 from protocols.messages import Announcement, Count, Digest, PeerId, RunEnd, TrainedOn, Version
 from protocols.policy import Chain, Extended
 from protocols.staleness import lag
 
 MAGIC = b"ECHOLEDGER1\n"
-ENTRY_BYTES_MAX = 64 * 1024 * 1024  # 65,536 groups a step, 32 steps a version, at under 150 B: never near it
+ENTRY_BYTES_MAX = 64 * 1024 * 1024  # 670,000 groups a version, at 100 B each: ten of the largest batches
 
 
 class Consumed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,8 +68,10 @@ def trained_on(consumed: tuple[Consumed, ...]) -> TrainedOn:
 
 
 def frame(entry: Entry) -> bytes:
-    """The bytes of one entry in the file."""
+    """The bytes of one entry in the file. LocalFault when no reader would take it."""
     body = msgspec.msgpack.encode(entry)
+    if len(body) > ENTRY_BYTES_MAX:
+        raise LocalFault(f"ledger entry of {len(body)} bytes: publish more often")
     return struct.pack("<I", len(body)) + body
 
 
@@ -162,6 +164,8 @@ class _Auditor:
         sealed = check_manifest(entry.envelope, self.run or _claimed_run(entry.envelope))
         if sealed.message.revision <= self.revision:
             raise PeerFault("old manifest", f"revision {sealed.message.revision}")
+        if self.chain is not None and sealed.message.max_lag != self.result.bound:
+            raise PeerFault("bound changed", f"{self.result.bound} to {sealed.message.max_lag}")
         self.revision = sealed.message.revision
         self.run = self.result.run = sealed.message.run
         self.result.bound = sealed.message.max_lag
@@ -181,8 +185,10 @@ class _Auditor:
                 raise PeerFault(
                     "lag over the bound", f"v{said.version} consumed a group of lag {age}, bound {said.bound}"
                 )
-            if not before <= group.step < max(said.version, 1):
+            if not before <= group.step < said.version:
                 raise PeerFault("wrong step", f"v{said.version} consumed a group at step {group.step}")
+            if chain.get(group.oldest_version) is None:
+                raise PeerFault("unknown version", f"v{said.version} consumed a group of v{group.oldest_version}")
             if group.digest in self.digests:
                 raise PeerFault("trained twice", group.digest.hex())
             self.digests.add(group.digest)
