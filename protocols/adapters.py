@@ -79,6 +79,6 @@ def _tensor(name: str, dtype: str, shape: list[int], data: bytes) -> Tensor:
         raise PeerFault("malformed adapter", f"dtype {dtype} of {name[:64]!r}")
     if len(name) > TENSOR_NAME_MAX or "\0" in name:
         raise PeerFault("malformed adapter", "tensor name")
-    if math.prod(shape) * BYTES_PER_ELEMENT[dtype] != len(data):
+    if not data or math.prod(shape) * BYTES_PER_ELEMENT[dtype] != len(data):
         raise PeerFault("malformed adapter", f"size of {name[:64]!r}")
     return Tensor(dtype, tuple(shape), data)

@@ -8,6 +8,7 @@ id with nothing looked up. A run id carries 80 bits of the hash of its owner's k
 import base64
 import hashlib
 import re
+from functools import lru_cache
 
 import base58
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -20,7 +21,8 @@ _PEER_ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 # protobuf PrivateKey: field 1 = Ed25519 (1), field 2 = 64 bytes (seed, then public key)
 _PRIVATE_KEY_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
 
-RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,63}$")
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+PEER_ID_CHARS = 52  # what 38 bytes with this prefix come to in base58, whatever the key
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:
@@ -28,6 +30,7 @@ def public_bytes(key: Ed25519PrivateKey) -> bytes:
     return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
+@lru_cache(4096)  # base58 costs as much as a signature; a peer hears from few others
 def peer_id_of(public: bytes) -> str:
     """The libp2p peer id (base58, 52 characters) of a raw public key."""
     return str(base58.b58encode(_PEER_ID_PREFIX + public), "ascii")
@@ -35,6 +38,8 @@ def peer_id_of(public: bytes) -> str:
 
 def public_of(peer_id: str) -> bytes:
     """The raw public key in a peer id. Raises PeerFault when it is not one of an Ed25519 key."""
+    if len(peer_id) != PEER_ID_CHARS:  # first: base58 takes quadratic time
+        raise PeerFault("malformed peer id")
     try:
         raw = bytes(base58.b58decode(peer_id))
     except ValueError as error:
@@ -67,7 +72,7 @@ def key_from_file_bytes(raw: bytes) -> Ed25519PrivateKey:
 
 def run_id_of(name: str, owner_public: bytes) -> str:
     """`<name>-<first 80 bits of sha256(owner public key), base32>`. Raises ValueError for a bad name."""
-    if not RUN_NAME.match(name):
+    if not RUN_NAME.fullmatch(name):
         raise ValueError(f"run name {name!r}: use lower-case letters, digits and '-', at most 64, no '-' first")
     tail = base64.b32encode(hashlib.sha256(owner_public).digest()[:10]).decode().lower()
     return f"{name}-{tail}"

@@ -99,6 +99,8 @@ class Download:
             raise LocalFault("chunk before its hash list")
         if not 0 <= index < num_chunks(self.ref.size):
             raise PeerFault("wrong chunk", f"index {index}")
+        if len(data) != self.chunk_size(index):  # a list may be signed and still lie about the size
+            raise PeerFault("wrong chunk", f"{len(data)} bytes")
         if hashlib.sha256(data).digest() != self._hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]:
             raise PeerFault("wrong chunk", f"{index} of {num_chunks(self.ref.size)}")
         self._chunks[index] = data
