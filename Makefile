@@ -1,0 +1,41 @@
+# make setup   install into .venv              make demo    a whole swarm on this machine, about two minutes
+# make test    lint, types, all tests          make bench   figures beside their yardsticks (docs/benchmarks.md)
+# make slow    the long versions of tests      make clean   remove what the others made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a process: the peers of a simulation share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test lint slow bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "echo-swarm needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/swarm sim --report report.json
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pip check
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+slow: setup
+	ECHO_SWARM_RUNS=50 $(BIN)/python -m pytest -q tests/test_node.py tests/test_simulation.py
+
+bench: setup
+	$(BIN)/python -m benchmarks.all
+
+clean:
+	rm -rf $(VENV) report.json build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
