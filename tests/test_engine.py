@@ -121,30 +121,33 @@ def test_b62_settings_that_cut_probability_mass_are_refused(setting: dict[str, f
 
 
 class Script(torch.nn.Module):
-    """Says what it is told: row r gives `lines[r]` a probability of almost 1, step by step."""
+    """Says what it is told: gives the next id of each row that goes on a probability of almost 1."""
 
     config = LlamaConfig(num_hidden_layers=0)
 
     def __init__(self, lines: list[Ids]) -> None:
         super().__init__()
-        self.lines = lines
+        self.live = list(lines)
         self.step = 0
         self.fed: list[list[int]] = []
 
     def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
-        logits_RTV = torch.zeros(len(self.lines), 1, 32)
-        for row, line in enumerate(self.lines):
-            logits_RTV[row, 0, line[min(self.step, len(line) - 1)]] = 50.0
+        if self.step:
+            self.live = [line for line in self.live if line[self.step - 1] not in Words.eos_ids]
+            self.fed.append(input_ids[:, -1].tolist())
+        assert len(input_ids) == len(self.live)
+        logits_RTV = torch.zeros(len(self.live), 1, 32)
+        for row, line in enumerate(self.live):
+            logits_RTV[row, 0, line[self.step]] = 50.0
         self.step += 1
-        self.fed.append(input_ids[:, -1].tolist())
         return SimpleNamespace(logits=logits_RTV)
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(0)])
 def test_b67_rows_end_at_the_first_of_any_eos_id(generator: torch.Generator | None) -> None:
-    # Rows of 3, 5 and 8 tokens and one that never ends; 0 is padding and an EOS id, 31 is another. After its
-    # end a row would go on with 7s: junk that must not be collected.
-    lines = [(4, 5, 0, 7, 7, 7), (4, 5, 6, 9, 31, 7), (1, 2, 3, 4, 5, 6, 9, 0), (9,)]
+    # Rows of 3, 5 and 8 tokens and one that never ends; 0 is padding and an EOS id, 31 is another. A row that
+    # has ended is fed no more, so that it cannot collect junk.
+    lines = [(4, 5, 0), (4, 5, 6, 9, 31), (1, 2, 3, 4, 5, 6, 9, 0), (9,) * 10]
     script = Script(lines)
     rows = decode(
         script,
@@ -152,20 +155,19 @@ def test_b67_rows_end_at_the_first_of_any_eos_id(generator: torch.Generator | No
         group_size=1,
         max_new_tokens=10,
         eos_ids=Words.eos_ids,
-        pad_id=Words.pad_id,
         draw=_Draw(1.0, generator),
     )
-    assert [row.token_ids for row in rows] == [lines[0][:3], lines[1][:5], lines[2], (9,) * 10]
+    assert [row.token_ids for row in rows] == lines
     assert [row.finish for row in rows] == ["stop", "stop", "stop", "length"]
     assert [len(row.logprobs) for row in rows] == [3, 5, 8, 10]
     assert all(logprob > -1e-6 for row in rows for logprob in row.logprobs)
-    assert script.fed[4] == [0, 9, 5 - 1, 9]  # the ended row is fed padding
+    assert script.fed == [[4, 4, 1, 9], [5, 5, 2, 9], [6, 3, 9], [9, 4, 9], [5, 9], [6, 9], [9, 9], [9], [9]]
 
 
 def test_generation_stops_when_every_row_has_ended() -> None:
     script = Script([(4, 31), (0,)])
     padded = _left_padded([(1,), (1,)], 0, "cpu")
-    decode(script, padded, group_size=1, max_new_tokens=99, eos_ids=Words.eos_ids, pad_id=0, draw=_Draw(1.0, None))
+    decode(script, padded, group_size=1, max_new_tokens=99, eos_ids=Words.eos_ids, draw=_Draw(1.0, None))
     assert script.step == 2
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from peers.engines import Completion
 from peers.models.base import BaseModel
@@ -46,12 +46,13 @@ class TransformersEngine:
         self.version: int | None = None
         self._tokenizer = model.tokenizer
         self._scale = lora.alpha / lora.r
-        self._base = model.module.to(device).eval()
+        self._base = model.module
+        self._base.to(device).eval()
         self._lora = attach_lora(self._base, lora, seed=_INIT_SEED)
         self._merged = _weight_sharing_copy(self._base)
         self._paths = [name.removesuffix(".lora_A") for name in lora_parameters(self._lora) if name.endswith("A")]
         for path in self._paths:
-            linear = self._merged.get_submodule(path)
+            linear = _linear(self._merged, path)
             linear.weight = nn.Parameter(linear.weight.clone(), requires_grad=False)
 
     @torch.no_grad()
@@ -61,8 +62,8 @@ class TransformersEngine:
         matrices = lora_parameters(self._lora)
         for path in self._paths:
             delta = matrices[f"{path}.lora_B"] @ matrices[f"{path}.lora_A"] * self._scale
-            base = self._base.get_submodule(path).weight
-            self._merged.get_submodule(path).weight.copy_(base + delta.to(base.dtype))
+            base = _linear(self._base, path).weight
+            _linear(self._merged, path).weight.copy_(base + delta.to(base.dtype))
         self.version = version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
@@ -98,7 +99,6 @@ class TransformersEngine:
             group_size=group_size,
             max_new_tokens=max_new_tokens,
             eos_ids=self._tokenizer.eos_ids,
-            pad_id=self._tokenizer.pad_id,
             draw=_Draw(temperature, generator),
         )
 
@@ -122,16 +122,18 @@ class _Draw:
 
 @torch.inference_mode()
 def decode(
-    module: nn.Module,
+    module: PreTrainedModel,
     padded_PT: tuple[torch.Tensor, torch.Tensor],
     *,
     group_size: int,
     max_new_tokens: int,
     eos_ids: frozenset[int],
-    pad_id: int,
     draw: _Draw,
 ) -> list[Completion]:
-    """`group_size` completions of each left-padded prompt (ids and mask, int64 [P, T]); group by group."""
+    """`group_size` completions of each left-padded prompt (ids and mask, int64 [P, T]); group by group.
+
+    A row leaves the batch when it ends: what is left of a long tail costs what its rows cost.
+    """
     ids_PT, mask_PT = padded_PT
     cache = DynamicCache(config=module.config)
     positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
@@ -139,34 +141,40 @@ def decode(
     cache.batch_repeat_interleave(group_size)
     logits_RV = logits_PV.repeat_interleave(group_size, dim=0)
     mask_RT = mask_PT.repeat_interleave(group_size, dim=0)
-    positions_R1 = mask_RT.sum(-1, keepdim=True)
-    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=ids_PT.device)
-    ended_R1 = torch.zeros_like(positions_R1, dtype=torch.bool)
-    ids, logprobs = [], []
+    position_R1 = mask_RT.sum(-1, keepdim=True)
+
+    live = list(range(len(logits_RV)))
+    ids: list[list[int]] = [[] for _ in live]
+    logprobs: list[list[float]] = [[] for _ in live]
     while True:
-        ids_R1, logprobs_R1 = draw(logits_RV)
-        ids_R1 = ids_R1.masked_fill(ended_R1, pad_id)  # an ended row is fed pads, and what it draws is cut off
-        ids.append(ids_R1)
-        logprobs.append(logprobs_R1)
-        ended_R1 = ended_R1 | torch.isin(ids_R1, eos)
-        if len(ids) == max_new_tokens or bool(ended_R1.all()):
+        id_R1, logprob_R1 = draw(logits_RV)
+        for row, token, logprob in zip(live, id_R1[:, 0].tolist(), logprob_R1[:, 0].tolist(), strict=True):
+            ids[row].append(token)
+            logprobs[row].append(logprob)
+        kept = [i for i, row in enumerate(live) if ids[row][-1] not in eos_ids]
+        if not kept or len(ids[live[kept[0]]]) == max_new_tokens:
             break
-        mask_RT = torch.cat((mask_RT, torch.ones_like(positions_R1)), dim=-1)
-        logits_RV = _last_logits(module, ids_R1, mask_RT, positions_R1, cache)
-        positions_R1 = positions_R1 + 1
-    rows = zip(torch.cat(ids, dim=-1).tolist(), torch.cat(logprobs, dim=-1).tolist(), strict=True)
-    return [_completion(row_ids, row_logprobs, eos_ids) for row_ids, row_logprobs in rows]
+        if len(kept) < len(live):
+            kept_R = torch.tensor(kept, device=id_R1.device)
+            id_R1, mask_RT, position_R1 = id_R1[kept_R], mask_RT[kept_R], position_R1[kept_R]
+            cache.batch_select_indices(kept_R)
+            live = [live[i] for i in kept]
+        mask_RT = torch.cat((mask_RT, torch.ones_like(id_R1)), dim=-1)
+        logits_RV = _last_logits(module, id_R1, mask_RT, position_R1, cache)
+        position_R1 = position_R1 + 1
+    return [_completion(*row, eos_ids) for row in zip(ids, logprobs, strict=True)]
 
 
 def _last_logits(
-    module: nn.Module, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    module: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
 ) -> torch.Tensor:
     """Logits after the last id of each row, [rows, V]; the cache grows by the ids."""
     keyword = {_cache_keyword(type(module)): cache}
     output = module(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **keyword
     )
-    return output.logits[:, -1]
+    logits_RTV: torch.Tensor = output.logits
+    return logits_RTV[:, -1]
 
 
 @functools.cache
@@ -176,10 +184,8 @@ def _cache_keyword(module_type: type[nn.Module]) -> str:
 
 
 def _completion(ids: list[int], logprobs: list[float], eos_ids: frozenset[int]) -> Completion:
-    """The row up to and including the first end-of-sequence id, whichever of them it is."""
-    end = next((i for i, token in enumerate(ids, start=1) if token in eos_ids), None)
-    finish: Literal["stop", "length"] = "length" if end is None else "stop"
-    return Completion(token_ids=tuple(ids[:end]), logprobs=tuple(logprobs[:end]), finish=finish)
+    finish: Literal["stop", "length"] = "stop" if ids[-1] in eos_ids else "length"
+    return Completion(token_ids=tuple(ids), logprobs=tuple(logprobs), finish=finish)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +202,12 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[Sequence[Seque
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
-def _weight_sharing_copy(module: nn.Module) -> nn.Module:
+def _linear(module: nn.Module, path: str) -> nn.Linear:
+    linear = module.get_submodule(path)
+    assert isinstance(linear, nn.Linear)  # attach_lora adapts nothing else
+    return linear
+
+
+def _weight_sharing_copy(module: PreTrainedModel) -> PreTrainedModel:
     """The same structure on the same tensors."""
     return copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})

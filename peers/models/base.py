@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 
 class Tokenizer(Protocol):
@@ -31,7 +32,7 @@ class BaseModel:
     """Weights that never change during a run."""
 
     name: str
-    module: "torch.nn.Module" = field(repr=False)
+    module: "PreTrainedModel" = field(repr=False)
     tokenizer: Tokenizer
     digest: bytes
     """`weights_digest` of the module."""
