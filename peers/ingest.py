@@ -71,19 +71,11 @@ class Checker:
         """Never raises for what a peer sent."""
         try:
             rollouts = unpack_group(group, self.rules)
-            self._check_versions(group, chain)
+            chain.check_authorship(group)
             rewards = self._score(producer, group, rollouts)
         except PeerFault as fault:
             return Checked(group, fault)
         return Checked(group, None, rewards)
-
-    @staticmethod
-    def _check_versions(group: RolloutGroup, chain: Chain) -> None:
-        newest = chain.get(group.newest_version)
-        if newest is None or chain.get(group.oldest_version) is None:
-            raise PeerFault("unknown version", f"{group.oldest_version} to {group.newest_version}")
-        if newest.message.adapter.digest != group.adapter:
-            raise PeerFault("wrong adapter", f"not the weights of v{group.newest_version}")
 
     def _score(self, producer: str, group: RolloutGroup, rollouts: list[Rollout]) -> tuple[float | None, ...]:
         problem = training_problem(self.environment, self.manifest.seed, producer, group.counter)

@@ -11,7 +11,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocols import PROTOCOL
-from protocols.messages import Count, Digest, Label, Millis, PeerId, RunId, Sampling
+from protocols.messages import UNARY_BYTES_MAX, Count, Digest, Label, Millis, PeerId, RunId, Sampling
+
+# A group travels in one message of 1 MiB: 8 bytes a sampled token (id and log-probability), and at most 128 KiB of
+# prompt (PROMPT_TOKENS_MAX in protocols/rollouts.py), labels and lengths.
+GROUP_TOKENS_MAX = (UNARY_BYTES_MAX - 256 * 1024) // 8
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +67,7 @@ class LearningSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Asymmetric clip range of the ratio current / proximal (DAPO)."""
     importance_cap: Annotated[float, Meta(ge=1.0)] = 2.0
     """Truncation of the ratio proximal / behaviour."""
-    kl_beta: Annotated[float, Meta(ge=0.0)] = 0.0
+    kl_beta: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
     """Weight of the k3 KL estimate to the base model; 0 turns it off."""
     max_grad_norm: Annotated[float, Meta(gt=0.0)] = 1.0
     mask_truncated: bool = True
@@ -91,3 +95,16 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
     learning: LearningSpec = msgspec.field(default_factory=LearningSpec)
+
+    def __post_init__(self) -> None:
+        if self.max_lag < self.publish_every - 1:
+            raise ValueError(
+                f"publish_every {self.publish_every} needs max_lag >= {self.publish_every - 1}: between two versions "
+                "the newest grows that old, and nothing could be consumed"
+            )
+        tokens = self.sampling.group_size * self.sampling.max_new_tokens
+        if tokens > GROUP_TOKENS_MAX:
+            raise ValueError(
+                f"sampling: a group of {self.sampling.group_size} x {self.sampling.max_new_tokens} tokens cannot be "
+                f"delivered in one message; group_size * max_new_tokens is at most {GROUP_TOKENS_MAX}"
+            )

@@ -24,8 +24,9 @@ NumBytes = Annotated[int, Meta(ge=0, lt=2**48)]
 Millis = Annotated[int, Meta(ge=0, lt=2**48)]  # milliseconds since 1970; 2^48 is the year 10889
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Session = Annotated[bytes, Meta(min_length=16, max_length=16)]
-PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern="^[1-9A-HJ-NP-Za-km-z]*$")]
-RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern="^[a-z0-9][a-z0-9-]{0,63}-[a-z2-7]{16}$")]
+PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern=r"^[1-9A-HJ-NP-Za-km-z]*\Z")]
+RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern=r"^[a-z0-9][a-z0-9-]{0,63}-[a-z2-7]{16}\Z")]
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # no NaN, no infinity
 Label = Annotated[str, Meta(max_length=128)]
 
 # Sizes. A unary message over hivemind's 2 MiB limit never arrives; GossipSub loses messages over about 1 MiB
@@ -92,7 +93,7 @@ class Announcement(Struct, frozen=True, tag="announcement"):
     bound: Count
     """The manifest's max_lag, so that an audit needs nothing else."""
     created_ms: Millis
-    metrics: dict[Label, float] = {}
+    metrics: dict[Label, Finite] = {}
 
     def __post_init__(self) -> None:
         if len(self.metrics) > METRICS_MAX:
@@ -118,13 +119,13 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
     engine: Label | None = None
     device: Label | None = None
     memory_bytes: NumBytes | None = None
-    tokens_per_s: float | None = None
+    tokens_per_s: Finite | None = None
     """Measured on this machine with this model, not estimated."""
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
+    up_bytes_per_s: Finite | None = None
+    down_bytes_per_s: Finite | None = None
     formats: tuple[Label, ...] = ("raw",)
     version: Version | None = None
-    load: float | None = None
+    load: Finite | None = None
     addresses: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
 
     def __post_init__(self) -> None:
@@ -213,7 +214,7 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat", kw_only=True):
     session: Session
     role: Literal["bootstrap", "trainer", "inference"]
     version: Version | None = None
-    tokens_per_s: float | None = None
+    tokens_per_s: Finite | None = None
     outbox: Count = 0
     leaving: bool = False
     """The peer's last beat: it goes now."""

@@ -37,6 +37,7 @@ GET_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0  # asks p2pd to forget three handlers
 SILENT_S = 5.0  # a node that did not answer is left out of searches for so long; no longer, as it may be restarted
+OUTDATED = frozenset({"old head", "old manifest"})  # what a replica holds for a moment after a newer one: no offence
 _PLAIN = msgspec.msgpack.encode(None)  # the subkey bytes of a record without subkey
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]
         try:
             self.check(record.key, record.subkey, record.value, record.expiration_time)
         except PeerFault as fault:
-            self.refusals[fault.reason] += 1
+            self.refusals[fault.reason] += fault.reason not in OUTDATED
             return False
         return True
 

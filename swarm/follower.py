@@ -173,14 +173,14 @@ class Follower:
         """The chain as this peer's disk knows it. Needs the manifest."""
         self.chain = Chain(self.manifest)
         if self.store is not None:
-            for trainer, version, first, second in await self.store.evidence():
-                self.chain.equivocations[trainer] = Equivocation(trainer, version, first, second)
             for raw in await self.store.chain():
                 try:
                     self.chain.extend(unseal(raw, Announcement))
                 except PeerFault as fault:
                     self.node.warn("damaged chain", f"{fault}; the rest is fetched again")
                     break
+            for trainer, version, first, second in await self.store.evidence():  # of what came after those entries
+                self.chain.equivocations[trainer] = Equivocation(trainer, version, first, second)
         return self.chain
 
     def page(self, first: int) -> tuple[bytes, ...]:
@@ -250,14 +250,19 @@ class Follower:
                 log.info("no chain from %s: %s", short(source), fault)
 
     async def _fetch_chain(self, chain: Chain, source: str) -> None:
+        first = chain.version + 1
         while True:
-            reply = await self.node.ask(source, ChainRequest(self.run, chain.version + 1))
+            reply = await self.node.ask(source, ChainRequest(self.run, first))
             if not isinstance(reply, Envelopes) or not reply.envelopes:
                 return
             before = (chain.version, chain.end)
             for raw in reply.envelopes:
                 await self.take(raw, source)
-            if (chain.version, chain.end) == before:
+            if (chain.version, chain.end) != before:
+                first = chain.version + 1
+            elif first > 0 and not chain.equivocations:
+                first = 0  # its chain does not continue ours: find where they part, which is proof of equivocation
+            else:
                 return
 
     async def _notify(self) -> None:
@@ -296,6 +301,8 @@ class Follower:
     async def offence(self, peer_id: str, fault: PeerFault) -> None:
         """Count nonsense against its sender; too much of it and the sender is ignored and disconnected."""
         self.refusals[fault.reason] += 1
+        if fault.reason == "equivocating trainer":
+            return  # whoever passes it on is innocent
         self._offences[peer_id] += 1
         log.info("refused from %s: %s", short(peer_id), fault)
         if self._offences[peer_id] == OFFENCES_MAX:
