@@ -60,7 +60,8 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]
         try:
             self.check(record.key, record.subkey, record.value, record.expiration_time)
         except PeerFault as fault:
-            self.refusals[fault.reason] += fault.reason not in OUTDATED
+            if fault.reason not in OUTDATED:
+                self.refusals[fault.reason] += 1
             return False
         return True
 
