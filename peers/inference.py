@@ -134,10 +134,12 @@ class InferencePeer:
 
     async def open(self) -> None:
         """Manifest, model, engine, measured rate, chain, outbox. Raises ValueError, TransportFault."""
-        warm_up = self._in_thread(importlib.import_module, "peers.engines.transformers_engine")  # libraries, no weights
+        warm_up = self._in_thread(_import_libraries)
         manifest = await self.follower.find_manifest()
+        log.info("manifest revision %d of %s", manifest.revision, manifest.run)
         await warm_up
         await self._in_thread(self._load, manifest)
+        log.info("%s on %s: %.0f tokens/s", self.engine.name, self.engine.device, self.tokens_per_s)
         assert self.follower.store is not None
         self._store = self.follower.store
         await self.follower.open_chain()
@@ -448,6 +450,12 @@ class InferencePeer:
     def close(self) -> None:
         """Stop the engine's thread."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _import_libraries() -> None:
+    """Seconds of imports, while the manifest is looked for. No weights are touched (case B17)."""
+    for name in ("peers.engines.transformers_engine", "reasoning_gym"):
+        importlib.import_module(name)
 
 
 def _decode_checked(blob: bytes, digest: bytes) -> dict[str, Any]:
