@@ -26,7 +26,7 @@ from protocols.messages import Count, PeerId, Sampling
 DEMO_ENVIRONMENT = EnvironmentSpec(
     name="chain_sum",
     prompt="{expression}=",
-    params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+    params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1},
 )
 
 _ENVELOPE_BYTES = 128  # sender, signature and MessagePack heads around a manifest: 104

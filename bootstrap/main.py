@@ -26,6 +26,8 @@ from bootstrap.home import KEY_FILE, METRICS_FILE, home_of
 
 DEFAULT_PORT = 31415  # of bootstrap peers, so that a restarted one has the address it had; below the ephemeral ports
 DEFAULT_PEERS = 2
+PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
+DEFAULT_STEPS = 100  # of a simulation: the reward has clearly risen by then; two cores need about two minutes
 MODES_TO_COME = ("sequential", "auto")
 
 
@@ -321,8 +323,8 @@ def join(  # noqa: PLR0913
 @app.command()
 def sim(  # noqa: PLR0913
     ctx: typer.Context,
-    peers: Annotated[int, typer.Option(min=1, max=64, help="Inference peers.")] = DEFAULT_PEERS,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.", show_default="60")] = None,
+    peers: Annotated[int, typer.Option(min=1, max=PEERS_MAX, help="Inference peers.")] = DEFAULT_PEERS,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT_STEPS,
     mode: Annotated[str, typer.Option(help="How rollouts reach the trainer: async.")] = "async",
     max_lag: Annotated[int, typer.Option("--max-lag", min=0, help="The staleness bound.")] = 4,
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
@@ -352,14 +354,14 @@ def sim(  # noqa: PLR0913
     if report is not None and not report.absolute().parent.is_dir():
         raise ValueError(f"{report}: its folder does not exist")
     from bootstrap.config import ModelSection, RunConfig, environment_spec
-    from bootstrap.sim import DEFAULT_STEPS, SimOptions
+    from bootstrap.sim import SimOptions
 
     config = RunConfig(
         name="sim",
         trainers=(),
         seed=seed,
         max_lag=max_lag,
-        max_steps=steps or DEFAULT_STEPS,
+        max_steps=steps,
         model=ModelSection(name=model),
         environment=environment_spec(environment),
     )
@@ -433,7 +435,7 @@ def _announce_identity(home: Path, common: Common) -> str:
 
     identity, created = load_identity(home / KEY_FILE)
     text = f"{'new identity' if created else 'identity'} {identity.peer_id}, key {identity.path}"
-    typer.echo(typer.style(text, bold=created), err=common.json)
+    typer.echo(typer.style(text, bold=created or None), err=common.json)
     return identity.peer_id
 
 

@@ -1,7 +1,9 @@
 """`swarm sim`: a whole swarm of real processes on this machine, on loopback.
 
-    create_run -> bootstrap -> trainer -> inference peers ... trainer done -> everybody done -> report
-                  (each waits for the `ready` of the one before it)
+    create_run -> bootstrap -> trainer and inference peers -> trainer done -> everybody done -> report
+
+Once the bootstrap peer is ready all others start at once: they load their libraries while they wait for the
+trainer's manifest.
 
 Each child is the same `swarm` command that a person would type, with a home folder of its own; what it does is
 read from its metrics file, what it says from its log. Children are in sessions of their own, so that Ctrl-C on
@@ -13,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,11 +34,10 @@ from bootstrap.report import About, build_report
 from bootstrap.state import SwarmState
 from bootstrap.view import REFRESH_S, Screen
 
-DEFAULT_STEPS = 60  # the reward has clearly risen by then, and two slow cores need less than three minutes
-PEERS_MAX = 64  # a guess: each is a Python process of some 300 MB
 READY_S = 180.0  # importing torch and loading a model takes 10 s on an idle laptop; several at once share the disk
 GOODBYE_S = 30.0  # within which every peer of a finished run ends by itself (case B43)
 STOP_S = 10.0  # from SIGTERM to SIGKILL: a peer finishes its sentence in 3 s
+STOP_POLL_S = 0.05
 LAST_LINES = 12
 _LOOPBACK = ("--host", "127.0.0.1", "--port", "0")
 
@@ -98,13 +100,13 @@ async def simulate(options: SimOptions, state: SwarmState, screen: Screen) -> di
         address = _loopback(await children.ready(bootstrap))
         allow = ("--allow-code",) if own_code else ()
         trainer = await children.start("trainer", "train", run_file, "--bootstrap", address, *_LOOPBACK, *allow)
-        await children.ready(trainer)
         inference = []
         allow = ("--allow-code", environment) if own_code else ()
         for number in range(options.peers):
             engine = ("--engine", options.engines[number % len(options.engines)])
             join = ("join", f"{address}#{folder.run}", *engine, *_LOOPBACK, *allow)
             inference.append(await children.start(f"peer-{number + 1}", *join))
+        await children.ready(trainer, inference)
         needed = [bootstrap, trainer]
         await children.until(lambda: trainer.code is not None, needed, inference)
         await children.farewell(inference)
@@ -151,11 +153,12 @@ class Children:
         self.all.append(child)
         return child
 
-    async def ready(self, child: Child) -> Event:
+    async def ready(self, child: Child, helpers: Sequence[Child] = ()) -> Event:
         """Its `ready` event. Raises Failed when it dies before, or takes too long."""
+        needed = [child for child in self.all if child not in helpers]
         try:
             async with asyncio.timeout(self.options.ready_s):
-                await self.until(lambda: child.ready is not None, self.all)
+                await self.until(lambda: child.ready is not None, needed, helpers)
         except TimeoutError:
             waited = f"{self.options.ready_s:g} s"
             raise Failed(f"{child.name} was not ready after {waited}; its last lines:{child.last_lines()}") from None
@@ -221,28 +224,28 @@ class Children:
     async def _stop(self) -> None:
         """SIGTERM, a bounded wait, SIGKILL; then whatever they had started and left behind."""
         running = [child for child in self.all if child.code is None]
-        descendants = [process for child in running for process in _descendants(child.process.pid)]
+        descendants = _descendants(running)  # looked up while their parents live: later nobody knows whose they are
         for child in running:
             child.process.terminate()
-        waits = [asyncio.ensure_future(child.process.wait()) for child in running]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_S)
+        deadline_s = time.monotonic() + STOP_S
+        while any(child.code is None for child in running) and time.monotonic() < deadline_s:
+            await asyncio.sleep(STOP_POLL_S)
+            descendants |= _descendants(running)
         for child in running:
             if child.code is None:
                 child.process.kill()
-        await asyncio.gather(*waits)
+            await child.process.wait()
         for process in descendants:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()  # psutil checks that the pid is still the same process
-            except psutil.NoSuchProcess:
-                continue
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _descendants(children: Sequence[Child]) -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(child.process.pid).children(recursive=True))
+    return found
 
 
 def _how(code: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from bootstrap.events import Event
 
 RATE_STEPS = 20  # steps that the remaining time is estimated from: enough to be steady, few enough to follow changes
-WARNINGS_KEPT = 3  # lines on the screen
+WARNINGS_KEPT = 3  # lines on the screen; the metrics files have them all
 STARTING, READY, GENERATING, TRAINING, DONE, GONE = "starting", "ready", "generating", "training", "done", "gone"
 
 
@@ -53,7 +53,8 @@ class SwarmState:
     queued: int | None = None
     loop_lag_p99_ms: float | None = None
     refused: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    warnings: deque[str] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    warnings: dict[str, float] = field(default_factory=dict)
+    """Text and when it was last said, the newest last."""
     receipts: dict[str, int] = field(default_factory=dict)
     """What became of this peer's groups (an inference peer says so at its end)."""
     _step_times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
@@ -138,7 +139,10 @@ class SwarmState:
         self.loop_lag_p99_ms = event.get("lag_p99_ms")
 
     def _warning(self, event: Event) -> None:
-        self.warnings.append(event["text"])
+        self.warnings.pop(event["text"], None)
+        self.warnings[event["text"]] = event["t"]
+        if len(self.warnings) > WARNINGS_KEPT:
+            del self.warnings[next(iter(self.warnings))]
 
     def _final(self, event: Event) -> None:
         row = self._row(event)

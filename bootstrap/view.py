@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REFRESH_S = 0.25  # fast enough to feel live, slow enough to cost nothing beside training
+WARNING_SHOWN_S = 60.0  # those that repeat what still holds come more often
 SILENT_S = 6.0  # three lost beats, as everywhere
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
@@ -154,7 +155,7 @@ def describe(event: Event) -> str | None:
             return f"warning: {text}"
         case {"event": "final"}:
             counts = event.get("counts") or event.get("receipts") or {}
-            return "done: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+            return "done: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         case _:
             return None
 
@@ -188,7 +189,8 @@ def render(state: SwarmState, now_s: float, width: int) -> "RenderableType":
         lines.append(Text.assemble(("reward ", "bold"), (spark, "green"), f" {number(last, 3)}"))
     lines.append(Text(_facts(state)))
     lines += [Text(f"refused {count} at {door}: {reason}") for (_, door, reason), count in state.refused.items()][-3:]
-    lines += [Text(f"! {text}", style="yellow") for text in state.warnings]
+    recent = [text for text, said_s in state.warnings.items() if now_s - said_s < WARNING_SHOWN_S]
+    lines += [Text(f"! {text}", style="yellow") for text in recent]
     return Group(*lines)
 
 
