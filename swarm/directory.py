@@ -51,6 +51,7 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]
         self.clock = clock
         self.refusals: Counter[str] = Counter()
         self.rules: dict[bytes, tuple[DirectoryRules, RecordKey]] = {}
+        self.storage: Any = {}  # the node's own, once there is one
 
     def add(self, rules: DirectoryRules) -> None:
         for key in rules.keys():  # noqa: SIM118  rules are not a mapping
@@ -63,7 +64,26 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]
             if fault.reason not in OUTDATED:
                 self.refusals[fault.reason] += 1
             return False
+        self._make_way(record)
         return True
+
+    def _make_way(self, record: DHTRecord) -> None:
+        """The DHT keeps what expires last; what the rules no longer allow must not keep out what they do.
+
+        Whoever stored an old manifest again, for as long as allowed, would hold back the new one.
+        """
+        key_id, subkey = DHTID.from_bytes(record.key), _subkey_of(record.subkey)
+        place: Any = self.storage
+        if subkey is not None:
+            whole = self.storage.get(key_id)
+            place, key_id = (whole.value, subkey) if whole is not None else ({}, subkey)
+        held = place.get(key_id)
+        if held is None or held.value == record.value:
+            return
+        try:
+            self.check(record.key, record.subkey, held.value, held.expiration_time)
+        except PeerFault:
+            del place[key_id]
 
     def check(self, key_bytes: bytes, subkey_bytes: bytes, value: bytes, expires_s: float) -> None:
         """Raises PeerFault unless the rules of a run that we know allow the record."""
@@ -114,6 +134,7 @@ class Directory:
             ensure_bootstrap_success=False,
             strict=False,
         )
+        validator.storage = node.protocol.storage
         self = cls(host, node, validator)
         await asyncio.gather(*(self._join(peer) for peer in initial_peers))
         return self
