@@ -92,7 +92,9 @@ class Follower:
         self.ads: dict[str, Sealed[CapacityAd]] = {}
         self._inbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(INBOX_MAX)
         self._offences: Counter[str] = Counter()
-        self._unreachable_since: dict[str, float] = {}
+        self._unreachable: dict[str, str] = {}
+        """Targets of heartbeats that do not answer, and the code of the last warning."""
+        self._rng = random.Random(node.session)
         self._catching_up = asyncio.Lock()
         self._head_changed = False
 
@@ -208,10 +210,8 @@ class Follower:
         if self.chain is None:
             return False
         match self.chain.extend(sealed):
-            case Extended():
-                if self.store is not None:
-                    await self.store.extend_chain([(sealed.message.version, sealed.raw)])
-                await self._notify()
+            case Extended():  # nobody needs to wait for the disk: what a crash loses here is fetched again
+                await asyncio.gather(self._notify(), self._keep(sealed))
                 return True
             case Gap():
                 await self.catch_up(source)
@@ -220,6 +220,10 @@ class Follower:
                 await self._record(proof)
                 await self._notify()
         return False
+
+    async def _keep(self, sealed: Sealed[Announcement]) -> None:
+        if self.store is not None:
+            await self.store.extend_chain([(sealed.message.version, sealed.raw)])
 
     async def _record(self, proof: Equivocation) -> None:
         if self.store is not None:
@@ -350,7 +354,7 @@ class Follower:
         is_bootstrap = target.startswith("/")
         try:
             peer_id = self.node.bootstraps.get(target) if is_bootstrap else target
-            if peer_id is None or target in self._unreachable_since:
+            if peer_id is None or target in self._unreachable:
                 peer_id = await self._reconnect(target)
             reply = await self.node.ask(peer_id, self.beat(), BEAT_S)
             if not isinstance(reply, HeartbeatReply):
@@ -391,13 +395,15 @@ class Follower:
             await self._notify()
 
     def _lost(self, target: str, fault: TransportFault) -> None:
+        """Say so once; and once more when somebody else answers there: the peer got a new key (case B18)."""
         what = "bootstrap" if target.startswith("/") else "trainer"
-        if target not in self._unreachable_since:
-            self._unreachable_since[target] = time.time()
+        said = self._unreachable.get(target)
+        if said is None or (fault.code == "peer id mismatch" and said != fault.code):
+            self._unreachable[target] = fault.code
             self.node.warn(f"{what} unreachable", f"since {time.strftime('%H:%M:%S')}: {fault}")
 
     def _found(self, target: str) -> None:
-        if self._unreachable_since.pop(target, None) is not None:
+        if self._unreachable.pop(target, None) is not None:
             what = "bootstrap" if target.startswith("/") else "trainer"
             self.node.warn(f"{what} reachable", f"{target[-60:]} answers again")
 
