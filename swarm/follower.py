@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,7 +44,7 @@ from protocols.messages import (
     RunEnd,
 )
 from protocols.policy import Chain, Equivocation, Extended, Gap
-from protocols.presence import BEAT_S, SILENT_S
+from protocols.presence import BEAT_S, IDENTITIES_MAX, SILENT_S
 from swarm.storage import PeerStore
 from swarm.tasks import Loop
 
@@ -62,6 +62,10 @@ MANIFEST_ASK_S = 1.0
 MANIFEST_WARN_S = 30.0
 DIRECTORY_READ_S = 15.0
 CAPACITY_FIRST_S = 1.0
+
+# What ends this process when a peer that we beat to says it. Not "unknown run": one that was restarted without the
+# run is of no use to us, and no reason to stop.
+FINAL_VERDICTS = frozenset({"identity taken", "banned"})
 
 Progress = tuple[int | None, int | None]
 
@@ -201,9 +205,11 @@ class Follower:
         try:
             announcement = unseal(raw, Announcement)
         except PeerFault as fault:
-            if fault.reason == "envelope too large":
-                raise
-            return await self._take_end(unseal(raw, RunEnd), source)
+            try:
+                end = unseal(raw, RunEnd)
+            except PeerFault:
+                raise fault from None  # neither: say what is wrong with it as an announcement
+            return await self._take_end(end, source)
         return await self._take_announcement(announcement, source)
 
     async def _take_announcement(self, sealed: Sealed[Announcement], source: str) -> bool:
@@ -223,11 +229,18 @@ class Follower:
 
     async def _keep(self, sealed: Sealed[Announcement]) -> None:
         if self.store is not None:
-            await self.store.extend_chain([(sealed.message.version, sealed.raw)])
+            await self._on_disk(self.store.extend_chain([(sealed.message.version, sealed.raw)]))
+
+    async def _on_disk(self, work: Awaitable[None]) -> None:
+        """A full disk costs what a restart would have known, not this process."""
+        try:
+            await work
+        except OSError as error:
+            self.node.warn("cannot store chain", str(error))
 
     async def _record(self, proof: Equivocation) -> None:
         if self.store is not None:
-            await self.store.add_evidence(proof.trainer, proof.version, proof.first, proof.second)
+            await self._on_disk(self.store.add_evidence(proof.trainer, proof.version, proof.first, proof.second))
         text = f"trainer {short(proof.trainer)} signed two different versions {proof.version}; both are refused"
         self.node.warn("equivocation", text)
 
@@ -308,12 +321,17 @@ class Follower:
         if fault.reason == "equivocating trainer":
             return  # whoever passes it on is innocent
         self._offences[peer_id] += 1
+        if len(self._offences) > IDENTITIES_MAX:
+            del self._offences[next(iter(self._offences))]
         log.info("refused from %s: %s", short(peer_id), fault)
         if self._offences[peer_id] == OFFENCES_MAX:
             self.node.warn("peer ignored", f"{short(peer_id)} sent {OFFENCES_MAX} invalid messages, the last: {fault}")
             try:
                 await self.node.host.disconnect(peer_id)
-            except TransportFault as error:
+            except (
+                TransportFault,
+                PeerFault,
+            ) as error:  # libp2p lets other kinds of key in; their ids are none of ours
                 log.info("could not disconnect %s: %s", short(peer_id), error)
 
     # ------------------------------------------------------------------ heartbeats
@@ -324,10 +342,14 @@ class Follower:
             self.holders[peer_id] = version
 
     async def _beat_forever(self) -> None:
-        while True:
-            started_s = time.monotonic()
-            await asyncio.gather(*(self._beat_to(target) for target in self._targets()))
-            await asyncio.sleep(max(0.1, BEAT_S - (time.monotonic() - started_s)))
+        """One beat a target at a time: a target that is slow to answer delays only its own."""
+        beats: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for target in self._targets():
+                    if target not in beats or beats[target].done():
+                        beats[target] = tasks.create_task(self._beat_to(target))
+                await asyncio.sleep(BEAT_S)
 
     def _targets(self) -> list[str]:
         trainers = () if self.node.config.role == "bootstrap" else self._trainers()  # they beat to us
@@ -363,6 +385,8 @@ class Follower:
             self.refusals[fault.reason] += 1
             return
         except TransportFault as fault:
+            if fault.code in FINAL_VERDICTS:
+                raise
             self._lost(target, fault)
             return
         self._found(target)
@@ -379,7 +403,7 @@ class Follower:
         return peer_id
 
     async def _on_reply(self, peer_id: str, reply: HeartbeatReply) -> None:
-        if reply.verdict in ("identity taken", "banned", "unknown run"):
+        if reply.verdict in FINAL_VERDICTS:
             raise TransportFault(reply.verdict, f"says {short(peer_id)}")
         if reply.step is not None and peer_id in self._trainers():
             await self.trainer_said(reply.step, reply.queued)
@@ -470,16 +494,15 @@ class Follower:
 
     async def _keep_neighbourhood(self) -> None:
         """Know the others, be connected to some of them, and ask them for what was missed."""
-        rng = random.Random(self.node.session)
         while True:
             await self.read_peers()
-            await self._connect_some(rng)
+            await self._connect_some()
             if self.chain is not None:
                 await self.read_head()
                 newer = [peer for peer, version in self.holders.items() if version > self.chain.version]
-                for peer_id in newer[:NEIGHBOURS_ASKED]:
+                for peer_id in self._some(newer):
                     await self.catch_up(peer_id)
-            await asyncio.sleep(DIRECTORY_READ_S if self.ads else CAPACITY_FIRST_S)
+            await asyncio.sleep(DIRECTORY_READ_S if self.ads.keys() - {self.node.peer_id} else CAPACITY_FIRST_S)
 
     async def read_peers(self) -> None:
         """Read every shard of the capacity directory."""
@@ -505,13 +528,18 @@ class Follower:
         seen = self.node.neighbours.get(peer_id)
         return seen is not None and time.monotonic() - seen.heard_s < SILENT_S
 
-    async def _connect_some(self, rng: random.Random) -> None:
+    def _some(self, peers: Iterable[str]) -> list[str]:
+        """A few, by lot: nobody can stand in front, and requests spread."""
+        found = list(peers)
+        return self._rng.sample(found, min(len(found), NEIGHBOURS_ASKED))
+
+    async def _connect_some(self) -> None:
         try:
             connected = set(await self.node.host.peers())
         except TransportFault:
             return
         strangers = [peer for peer in self.ads if peer not in connected and peer != self.node.peer_id]
-        rng.shuffle(strangers)
+        self._rng.shuffle(strangers)
         for peer_id in strangers[: max(0, MESH_PEERS - len(connected))]:
             try:
                 await self.reach(peer_id)
@@ -533,7 +561,12 @@ class Follower:
         raise fault
 
     def sources(self, version: int) -> list[str]:
-        """Whom to ask for a version: peers that hold it, in random order, and the trainers last."""
-        holders = [peer for peer, held in self.holders.items() if held >= version and peer != self.node.peer_id]
+        """Whom to ask for a version: some that said they hold it, the trainers, then some that may have got it since.
+
+        Advertisements are up to half a minute old, and a trainer may be gone: one that lacks a blob says so at once.
+        """
         trainers = list(self._trainers())
-        return [peer for peer in holders if peer not in trainers][:NEIGHBOURS_ASKED] + trainers
+        others = {peer for peer, ad in self.ads.items() if ad.message.role == "inference"} | self.holders.keys()
+        others -= {self.node.peer_id, *trainers}
+        holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
+        return self._some(sorted(holders)) + trainers + self._some(sorted(others - holders))
