@@ -241,7 +241,7 @@ class Node:
         if follower is None:
             return HeartbeatReply(verdict="unknown run", now_ms=now_ms())
         verdict = self.sessions.heard(peer_id, beat.session, time.monotonic())
-        if beat.leaving:
+        if verdict == "ok" and beat.leaving:
             self.sessions.left(peer_id, beat.session)
             self.neighbours.pop(peer_id, None)
         elif verdict == "ok":
@@ -262,6 +262,7 @@ class Node:
 
     def warn(self, code: str, text: str) -> None:
         """Something that a person should see."""
+        text = " ".join(text.split())  # p2pd lists each address it tried on a line of its own
         log.warning("%s: %s", code, text)
         self.metrics.emit("warning", code=code, text=text)
 
@@ -297,10 +298,13 @@ class Node:
                 del self.neighbours[peer_id]
 
     def _doors(self) -> dict[str, Counter[str]]:
-        doors = {"request": self.host.refusals, "dht": self.directory.refusals, "blob": self.exchange.refusals}
-        for follower in self.followers.values():
-            doors["gossip"] = follower.refusals
-        return doors
+        gossip = sum((follower.refusals for follower in self.followers.values()), Counter[str]())
+        return {
+            "request": self.host.refusals,
+            "dht": self.directory.refusals,
+            "blob": self.exchange.refusals,
+            "gossip": gossip,
+        }
 
 
 def now_ms() -> int:
