@@ -398,11 +398,15 @@ class Daemon(P2P):  # type: ignore[misc]
         for task in tasks:
             task.cancel()
         if self._client is not None:
+            self.control.end("closed")
+        child = await self._spawned()
+        if child is not None:
+            with suppress(ProcessLookupError):
+                child.terminate()  # before its connection closes: asyncio miscounts a child that ends while it is told to
+        if self._client is not None:
             await self.control.stop()
-        if self._spawning is not None:
-            await asyncio.wait([self._spawning])
-            if self._spawning.exception() is None:
-                await self._stop_child(self._spawning.result())
+        if child is not None:
+            await self._wait_or_kill(child)
         if self._reader_task is not None:
             self._reader_task.cancel()
             tasks.append(self._reader_task)
@@ -411,10 +415,14 @@ class Daemon(P2P):  # type: ignore[misc]
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    async def _spawned(self) -> asyncio.subprocess.Process | None:
+        if self._spawning is None:
+            return None
+        await asyncio.wait([self._spawning])
+        return self._spawning.result() if self._spawning.exception() is None else None
+
     @staticmethod
-    async def _stop_child(child: asyncio.subprocess.Process) -> None:
-        with suppress(ProcessLookupError):
-            child.terminate()
+    async def _wait_or_kill(child: asyncio.subprocess.Process) -> None:
         try:
             async with asyncio.timeout(STOP_S):
                 await child.wait()
