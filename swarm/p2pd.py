@@ -402,7 +402,7 @@ class Daemon(P2P):  # type: ignore[misc]
         child = await self._spawned()
         if child is not None:
             with suppress(ProcessLookupError):
-                child.terminate()  # before its connection closes: asyncio miscounts a child that ends while it is told to
+                child.terminate()  # before its connection closes: asyncio loses a child that ends while it is told to
         if self._client is not None:
             await self.control.stop()
         if child is not None:
