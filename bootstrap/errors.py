@@ -11,7 +11,7 @@ Tracebacks are for `--debug`. What is not in this list is a bug, and is shown as
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     match error:
         case TransportFault():
             reasons = getattr(error, "reasons", ())  # a JoinFault (swarm/node.py) has a line for each address
-            return _advise(error.code, "\n".join(reasons) or error.detail), FAILED
+            return _advise(error.code, error.detail, reasons if len(reasons) > 1 else ()), FAILED
         case PeerFault():
             return _advise(error.reason, error.detail), FAILED
         case Failed():
@@ -143,21 +143,25 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         case OSError():
             return f"{error.strerror or error}", FAILED
         case ValueError():
-            return " ".join(str(error).splitlines()), BAD_USAGE
+            return _one_line(str(error)), BAD_USAGE
         case BaseExceptionGroup():
             return next(filter(None, map(explain, error.exceptions)), None)
         case _:
             return None
 
 
-def _advise(code: str, detail: str) -> str:
-    """`code: text`, the particulars (one line each, case B01), the next step."""
+def _advise(code: str, detail: str, reasons: Sequence[str] = ()) -> str:
+    """What happened and the next step; where several addresses failed, each with its own reason (case B01)."""
     advice = ADVICE.get(code)
-    lines = detail.splitlines()
-    head = f"{code}: {advice.text}" if advice else code
-    if len(lines) == 1:
-        head, lines = f"{head} ({lines[0]})", []
-    return "\n".join([head, *(f"  {line}" for line in lines), *([f"  next: {advice.next_step}"] if advice else [])])
+    if reasons:
+        lines = ["none of the addresses works:", *(f"  {reason}" for reason in reasons)]
+    else:
+        lines = [(f"{code}: {advice.text}" if advice else code) + (f" ({_one_line(detail)})" if detail else "")]
+    return "\n".join([*lines, f"  next: {advice.next_step}"] if advice else lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from bootstrap.home import KEY_FILE, METRICS_FILE, home_of
 DEFAULT_PORT = 31415  # of bootstrap peers, so that a restarted one has the address it had; below the ephemeral ports
 DEFAULT_PEERS = 2
 PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
-DEFAULT_STEPS = 100  # of a simulation: the reward has clearly risen by then; two cores need about two minutes
+DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
 MODES_TO_COME = ("sequential", "auto")
 
 
@@ -121,6 +123,11 @@ def _merged(ctx: typer.Context, home: Path | None, as_json: bool, debug: bool) -
     common = Common(home or outer.home, as_json or outer.json, debug or outer.debug)
     if common.debug:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
+    else:
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries, for their programmers
+        logging.getLogger("swarm.node").setLevel(
+            logging.ERROR
+        )  # its warnings are events too: shown once, on the screen
     return common
 
 
@@ -237,6 +244,7 @@ def train(  # noqa: PLR0913
     from bootstrap.addresses import peer_address
     from bootstrap.folder import open_run
     from bootstrap.invite import join_line
+    from bootstrap.report import about_run, report_run, summary_lines
 
     run = open_run(run_file)
     home = home_of("trainer", common.home or run.trainer_home)
@@ -264,7 +272,11 @@ def train(  # noqa: PLR0913
         evaluation_problems=run.config.evaluation.problems,
         allow_code=allow_code,
     )
+    began_s = time.time()
     _run_watched(lambda: run_trainer(options, on_ready), home, common, steps=run.config.max_steps)
+    if not common.json:
+        about = about_run(run.config, run.run, time.time() - began_s)
+        typer.echo("\n".join(summary_lines(report_run(about, [home], began_s))))
 
 
 @app.command()
@@ -367,7 +379,7 @@ def sim(  # noqa: PLR0913
     )
     with ExitStack() as stack:
         root = _sim_home(common.home, keep, stack)
-        options = SimOptions(home=root, config=config, peers=peers, engines=tuple(engine.split(",")), mode=mode)
+        options = SimOptions(home=root, config=config, peers=peers, engines=tuple(engine.split(",")))
         result = _run_sim(options, common)
     if report is not None:
         report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

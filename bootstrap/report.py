@@ -1,6 +1,6 @@
 """The report of a run, from the files that its processes left (DESIGN section 12).
 
-    metrics.jsonl of every peer + the trainer's ledger --build_report--> one JSON object
+    metrics.jsonl of every peer + the trainer's ledger --report_run, build_report--> one JSON object
 
 Nothing is taken from what the simulation thinks it did. What nobody reported is null, never 0. Counts are
 of groups, as the trainer counted them at its door and when it consumed them:
@@ -11,10 +11,13 @@ of groups, as the trainer counted them at its door and when it consumed them:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from bootstrap.audit_command import audit_fields
-from bootstrap.events import Event
+from bootstrap.audit_command import audit_fields, audit_file
+from bootstrap.config import RunConfig
+from bootstrap.events import Event, read_events
+from bootstrap.home import METRICS_FILE
 from bootstrap.view import duration, number, percent, size
 from protocols.ledger import Audit
 
@@ -37,6 +40,28 @@ class About:
     steps_wanted: int
     wall_s: float
     warnings: tuple[str, ...] = ()
+
+
+def about_run(config: RunConfig, run: str, wall_s: float, warnings: tuple[str, ...] = ()) -> About:
+    """What the run's own configuration says."""
+    return About(
+        run=run,
+        mode="async",  # the one there is
+        model=config.model.name,
+        environment=config.environment.name,
+        seed=config.seed,
+        max_lag=config.max_lag,
+        steps_wanted=config.max_steps,
+        wall_s=wall_s,
+        warnings=warnings,
+    )
+
+
+def report_run(about: About, homes: Sequence[Path], since_s: float = 0.0) -> dict[str, Any]:
+    """The report of the peers that kept their files in these folders; events before `since_s` are left out."""
+    peers = [[event for event in read_events(home / METRICS_FILE) if event["t"] >= since_s] for home in homes]
+    ledgers = [event["ledger"] for events in peers for event in events if "ledger" in event]
+    return build_report(about, peers, audit_file(Path(ledgers[-1]), about.run) if ledgers else None)
 
 
 def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | None) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from typing import Any
 import psutil
 
 from bootstrap.addresses import reachable
-from bootstrap.audit_command import audit_file
 from bootstrap.config import RunConfig
 from bootstrap.errors import Failed
-from bootstrap.events import Event, Tail, read_events
-from bootstrap.folder import RunFolder, create_run
+from bootstrap.events import Event, Tail
+from bootstrap.folder import create_run
 from bootstrap.home import METRICS_FILE
-from bootstrap.report import About, build_report
+from bootstrap.report import about_run, report_run
 from bootstrap.state import SwarmState
 from bootstrap.view import REFRESH_S, Screen
 
@@ -57,7 +56,6 @@ class SimOptions:
     peers: int
     engines: tuple[str, ...] = ("auto",)
     """Of the inference peers, in turn."""
-    mode: str = "async"
     command: tuple[str, ...] = (sys.executable, "-m", "bootstrap.main")
     ready_s: float = READY_S
     goodbye_s: float = GOODBYE_S
@@ -98,7 +96,7 @@ async def simulate(options: SimOptions, state: SwarmState, screen: Screen) -> di
     async with Children(options, state, screen) as children:
         bootstrap = await children.start("bootstrap", "bootstrap", run_file, *_LOOPBACK)
         address = _loopback(await children.ready(bootstrap))
-        allow = ("--allow-code",) if own_code else ()
+        allow: tuple[str, ...] = ("--allow-code",) if own_code else ()
         trainer = await children.start("trainer", "train", run_file, "--bootstrap", address, *_LOOPBACK, *allow)
         inference = []
         allow = ("--allow-code", environment) if own_code else ()
@@ -110,7 +108,8 @@ async def simulate(options: SimOptions, state: SwarmState, screen: Screen) -> di
         needed = [bootstrap, trainer]
         await children.until(lambda: trainer.code is not None, needed, inference)
         await children.farewell(inference)
-    return _report(options, folder, children, time.monotonic() - began_s)
+    about = about_run(folder.config, folder.run, time.monotonic() - began_s, tuple(children.warnings))
+    return report_run(about, [child.home for child in children.all])
 
 
 class Children:
@@ -258,23 +257,3 @@ def _loopback(ready: Event) -> str:
     if not local:
         raise Failed(f"the bootstrap peer does not listen on loopback: {ready['addresses']}")
     return local[0]
-
-
-def _report(options: SimOptions, folder: RunFolder, children: Children, wall_s: float) -> dict[str, Any]:
-    peers = [read_events(child.home / METRICS_FILE) for child in children.all]
-    ledgers = [
-        event["ledger"] for events in peers for event in events if event["event"] == "final" and "ledger" in event
-    ]
-    about = About(
-        run=folder.run,
-        mode=options.mode,
-        model=folder.config.model.name,
-        environment=folder.config.environment.name,
-        seed=folder.config.seed,
-        max_lag=folder.config.max_lag,
-        steps_wanted=folder.config.max_steps,
-        wall_s=wall_s,
-        warnings=tuple(children.warnings),
-    )
-    audit = audit_file(Path(ledgers[-1]), folder.run) if ledgers else None
-    return build_report(about, peers, audit)

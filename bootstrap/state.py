@@ -25,6 +25,8 @@ class PeerRow:
     state: str = STARTING
     version: int | None = None
     tokens_per_s: float | None = None
+    groups: int | None = None
+    """Groups it has generated."""
     engine: str | None = None
     device: str | None = None
     silent_s: float | None = None
@@ -55,8 +57,8 @@ class SwarmState:
     refused: dict[tuple[str, str, str], int] = field(default_factory=dict)
     warnings: dict[str, float] = field(default_factory=dict)
     """Text and when it was last said, the newest last."""
-    receipts: dict[str, int] = field(default_factory=dict)
-    """What became of this peer's groups (an inference peer says so at its end)."""
+    receipts: Counter[str] = field(default_factory=Counter)
+    """What became of the groups of inference peers, as each says at its end."""
     _step_times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
 
     def apply(self, event: Event) -> None:
@@ -80,6 +82,12 @@ class SwarmState:
         """All inference peers together, of those that are known."""
         rates = [peer.tokens_per_s for peer in self.peers.values() if peer.role == "inference"]
         known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    @property
+    def generated(self) -> int | None:
+        """Groups of all inference peers together, of those that are known."""
+        known = [peer.groups for peer in self.peers.values() if peer.groups is not None]
         return sum(known) if known else None
 
     def gone(self, peer_id: str) -> None:
@@ -129,7 +137,7 @@ class SwarmState:
 
     def _generated(self, event: Event) -> None:
         row = self._row(event)
-        row.state, row.tokens_per_s = GENERATING, event.get("tokens_per_s")
+        row.state, row.tokens_per_s, row.groups = GENERATING, event.get("tokens_per_s"), event.get("groups")
         self._at_version(event)
 
     def _refused(self, event: Event) -> None:
@@ -149,7 +157,8 @@ class SwarmState:
         row.state, row.tokens_per_s = DONE, None
         self._at_version(event)
         if event["role"] == "inference":
-            self.receipts = dict(event.get("receipts") or {})
+            row.groups = event.get("generated", row.groups)
+            self.receipts.update(event.get("receipts") or {})
 
 
 _HANDLERS: dict[str, Any] = {

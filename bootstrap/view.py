@@ -152,7 +152,7 @@ def describe(event: Event) -> str | None:
         case {"event": "refused", "door": door, "reason": reason, "count": count}:
             return f"refused at {door}: {reason} ({count})"
         case {"event": "warning", "text": text}:
-            return f"warning: {text}"
+            return f"warning: {' '.join(text.split())}"
         case {"event": "final"}:
             counts = event.get("counts") or event.get("receipts") or {}
             return "done: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -180,7 +180,7 @@ def render(state: SwarmState, now_s: float, width: int) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    lines: list[RenderableType] = [_peer_table(state.peers)]
+    lines: list[RenderableType] = [_peer_table(state.peers) if state.peers else Text("starting ...")]
     if state.steps is not None or state.step:
         lines.append(_progress(state, now_s, width))
     if state.rewards:
@@ -190,7 +190,7 @@ def render(state: SwarmState, now_s: float, width: int) -> "RenderableType":
     lines.append(Text(_facts(state)))
     lines += [Text(f"refused {count} at {door}: {reason}") for (_, door, reason), count in state.refused.items()][-3:]
     recent = [text for text, said_s in state.warnings.items() if now_s - said_s < WARNING_SHOWN_S]
-    lines += [Text(f"! {text}", style="yellow") for text in recent]
+    lines += [Text(f"! {' '.join(text.split())}", style="yellow") for text in recent]
     return Group(*lines)
 
 
@@ -230,10 +230,12 @@ def _facts(state: SwarmState) -> str:
         ("version", None if state.version is None else f"v{state.version}"),
         ("lag", None if state.lag is None else f"{state.lag} (most {state.lag_max})"),
         ("tokens/s", None if state.tokens_per_s is None else f"{state.tokens_per_s:.0f}"),
+        ("generated", state.generated),
         ("queued", state.queued),
         ("loss", None if state.loss is None else f"{state.loss:.4f}"),
         ("held-out", " -> ".join(percent(greedy) for _, greedy in state.evals) or None),
         ("skipped", state.skipped.total() or None),
+        ("receipts", ", ".join(f"{count} {name}" for name, count in state.receipts.items() if count) or None),
     ]
     return "  ".join(f"{name} {value}" for name, value in facts if value is not None)
 

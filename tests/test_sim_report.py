@@ -119,7 +119,10 @@ def test_a_peer_s_life() -> None:
     assert state.peers["I"].state == READY
     state.apply(event("adapter", version=4, **about))
     assert state.peers["I"].version == 4
-    state.apply(event("final", version=5, receipts={"accepted": 7}, **about))
+    state.apply(event("generated", groups=6, version=4, **about))
+    assert (state.generated, state.tokens_per_s) == (6, None)
+    state.apply(event("final", version=5, generated=8, receipts={"accepted": 7}, **about))
+    assert state.generated == 8
     assert (state.peers["I"].state, state.receipts) == (DONE, {"accepted": 7})
     state.gone("I")
     state.gone("never seen")
@@ -148,7 +151,7 @@ def test_evaluations_and_refusals() -> None:
 # ---------------------------------------------------------------------- pictures and lines
 
 
-def picture(state: SwarmState, now_s: float = 0.0, width: int = 100) -> str:
+def picture(state: SwarmState, now_s: float = 0.0, width: int = 110) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width)
@@ -173,7 +176,7 @@ def test_the_picture_shows_what_is_known() -> None:
     assert "step 8/10" in text
     assert "2 s left" in text
     assert "reward ▁█ 0.750" in text
-    assert "version v8  lag 1 (most 2)  tokens/s 812  queued 12  loss -0.0100  held-out 23.1%" in text
+    assert "version v8  lag 1 (most 2)  tokens/s 812  generated 3  queued 12  loss -0.0100  held-out 23.1%" in text
     assert "! bootstrap unreachable since 12:01:07" in text
     assert "unreachable" not in picture(state, now_s=70.0)
     assert max(map(len, picture(state, width=40).splitlines())) <= 40
