@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protocols.adapters import adapter_digest
 from protocols.envelopes import Sealed, seal
 from protocols.identity import key_file_bytes
 from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat
@@ -100,15 +99,6 @@ class Running:
         await self.follower.publish(sealed)
         self.follower.head_changed()
         return sealed
-
-    def put_adapter(self, number: int) -> AdapterRef:
-        """A small adapter in this node's blob store."""
-        import torch
-
-        from protocols.adapters import encode_adapter
-
-        adapter = {"layer.lora_A": torch.full((2, 2), float(number), dtype=torch.bfloat16)}
-        return AdapterRef(adapter_digest(adapter), self.node.exchange.blobs.put(encode_adapter(adapter)))
 
     async def stop(self) -> None:
         """End the loops, then the node. A failure of the loops is the test's to look at."""
