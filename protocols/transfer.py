@@ -8,6 +8,7 @@ first chunk, and what earlier sources sent stays good.
 """
 
 import hashlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,24 +60,32 @@ class Download:
             raise PeerFault("blob too large", f"{ref.size} bytes")
         self.ref = ref
         self._hashes: bytes | None = None
-        self._chunks: dict[int, bytes] = {}
+        self._have: set[int] = set()
+        self._blob = io.BytesIO()  # chunks at their places: joining them at the end would take as much memory again
 
     @property
     def done(self) -> bool:
         """True when every chunk is here and verified."""
-        return self._hashes is not None and len(self._chunks) == num_chunks(self.ref.size)
+        return self._hashes is not None and len(self._have) == num_chunks(self.ref.size)
 
     @property
     def received_bytes(self) -> int:
         """Verified bytes so far."""
-        return sum(map(len, self._chunks.values()))
+        return sum(map(self.chunk_size, self._have))
+
+    @property
+    def hashes(self) -> bytes:
+        """The hash list, verified. Only once it was taken."""
+        if self._hashes is None:
+            raise LocalFault("no hash list yet")
+        return self._hashes
 
     def want(self) -> Want | None:
         """The next request for any source: the first run of missing chunks. None when done."""
         if self.done:
             return None
         total = num_chunks(self.ref.size)
-        missing = [index for index in range(total) if index not in self._chunks]
+        missing = [index for index in range(total) if index not in self._have]
         first = missing[0] if missing else 0
         count = next((at for at, index in enumerate(missing) if index != first + at), len(missing))
         return Want(self._hashes is None, first, count)
@@ -103,13 +112,15 @@ class Download:
             raise PeerFault("wrong chunk", f"{len(data)} bytes")
         if hashlib.sha256(data).digest() != self._hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]:
             raise PeerFault("wrong chunk", f"{index} of {num_chunks(self.ref.size)}")
-        self._chunks[index] = data
+        self._blob.seek(index * CHUNK_BYTES)
+        self._blob.write(data)
+        self._have.add(index)
 
     def blob(self) -> bytes:
         """The whole blob. Only once `done`."""
         if not self.done:
             raise LocalFault("blob is not complete")
-        return b"".join(self._chunks[index] for index in range(num_chunks(self.ref.size)))
+        return self._blob.getvalue()
 
 
 def served_range(size: int, first: int, count: int) -> Sequence[int]:
