@@ -5,6 +5,7 @@ request is answered `found: false`, and the asker goes to the head version (case
 """
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class BlobInfo:
     path: Path
     size: int
     hashes: bytes
+    written_ns: int
+    """When the file was last written to: afterwards it is checked again."""
 
 
 class BlobStore:
@@ -41,12 +44,15 @@ class BlobStore:
 
     def put(self, blob: bytes) -> BlobRef:
         """Store a blob durably; idempotent. Raises OSError when there is no room."""
-        hashes = chunk_hashes(blob)
+        return self.put_verified(blob, chunk_hashes(blob))
+
+    def put_verified(self, blob: bytes, hashes: bytes) -> BlobRef:
+        """As `put`, for a blob whose chunks were checked against `hashes` on their way here."""
         ref = BlobRef(root_of(len(blob), hashes), len(blob))
-        path = self.path(ref.root)
-        if not path.exists():
+        if self.info(ref.root) is None:  # not there, or damaged
+            path = self.path(ref.root)
             write_whole(path, blob)
-        self._remember(ref.root, BlobInfo(path, len(blob), hashes))
+            self._remember(ref.root, hashes, path.stat())
         return ref
 
     def get(self, root: bytes) -> bytes | None:
@@ -65,13 +71,17 @@ class BlobStore:
     def info(self, root: bytes) -> BlobInfo | None:
         """Size and hash list of a blob that is here and whole."""
         known = self._info.get(root)
-        if known is not None and known.path.exists():
-            return known
-        blob = self.get(root)
-        if blob is None:
+        try:
+            about = self.path(root).stat()
+            if known is not None and (known.size, known.written_ns) == (about.st_size, about.st_mtime_ns):
+                return known
+        except FileNotFoundError:
+            about = None
+        blob = self.get(root) if about is not None else None
+        if blob is None or about is None:
             self._info.pop(root, None)
             return None
-        return self._remember(root, BlobInfo(self.path(root), len(blob), chunk_hashes(blob)))
+        return self._remember(root, chunk_hashes(blob), about)
 
     def remove(self, root: bytes) -> None:
         """Forget a blob. Readers that have it open read on."""
@@ -85,8 +95,8 @@ class BlobStore:
             if path.name not in names and len(path.name) == 64:
                 self.remove(bytes.fromhex(path.name))
 
-    def _remember(self, root: bytes, info: BlobInfo) -> BlobInfo:
+    def _remember(self, root: bytes, hashes: bytes, about: os.stat_result) -> BlobInfo:
         while len(self._info) >= HASH_CACHE_MAX:
             del self._info[next(iter(self._info))]
-        self._info[root] = info
+        self._info[root] = info = BlobInfo(self.path(root), about.st_size, hashes, about.st_mtime_ns)
         return info

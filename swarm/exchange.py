@@ -36,7 +36,12 @@ log = logging.getLogger(__name__)
 
 BLOB_PROTOCOL = f"/{PROTOCOL}/blob"
 STALL_S = 5.0  # no byte for this long is a stall (FIELD: Parallax, Psyche)
+CHUNK_S = 30.0  # for one chunk: 9 KB/s, slower than any link worth waiting for
+CHECKED_AT_ONCE = 4  # chunks hashed on a thread while the next ones arrive; one each would cost more than it saves
 UPLOADS_MAX = 32  # at once; 8 MiB of chunks in memory at most
+
+Chunk = tuple[int, bytes]
+"""Index and bytes."""
 
 
 @dataclass(slots=True)
@@ -60,7 +65,7 @@ class Exchange:
         A source that stalls, lies or lacks the blob is left for the next; verified chunks stay. Raises
         TransportFault 'no source' when none is left, PeerFault for a blob that is too large, OSError for a full disk.
         """
-        here = self.blobs.get(ref.root)
+        here = await asyncio.to_thread(self.blobs.get, ref.root)
         if here is not None:
             return here, "disk"
         download = Download(ref)
@@ -76,7 +81,7 @@ class Exchange:
                 tried.append(f"{short(source)}: {str(error) or 'closed'}")
             if download.done:
                 blob = download.blob()
-                self.blobs.put(blob)
+                await asyncio.to_thread(self.blobs.put_verified, blob, download.hashes)
                 return blob, source
         raise TransportFault("no source", f"blob {ref.root.hex()[:12]}: {'; '.join(tried) or 'nobody to ask'}")
 
@@ -94,10 +99,30 @@ class Exchange:
             raise TransportFault("gone")
         if want.hashes:
             download.take_hashes(reply.size, reply.hashes)
-        for index in range(want.first, want.first + want.count):
-            data = await _patient(reader.readexactly(download.chunk_size(index)))
+        end = want.first + want.count
+        arrived: list[Chunk] = []
+        failures: list[BaseException] = []
+        for first in range(want.first, end, CHECKED_AT_ONCE):
+            ahead, coming = range(first, min(first + CHECKED_AT_ONCE, end)), list[Chunk]()
+            outcomes = await asyncio.gather(
+                self._read_chunks(download, ahead, reader, coming),
+                asyncio.to_thread(_check, download, arrived),
+                return_exceptions=True,
+            )
+            arrived, failures = coming, [each for each in outcomes if each is not None]
+            if failures:
+                break
+        await asyncio.to_thread(_check, download, arrived)  # what came before a source failed is kept, if it is good
+        for failure in failures:
+            raise failure
+
+    async def _read_chunks(
+        self, download: Download, indexes: Sequence[int], reader: asyncio.StreamReader, into: list[Chunk]
+    ) -> None:
+        for index in indexes:
+            data = await _read_chunk(reader, download.chunk_size(index))
             self.received_bytes += len(data)
-            download.take_chunk(index, data)
+            into.append((index, data))
 
     @asynccontextmanager
     async def _stream(self, source: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -140,10 +165,33 @@ class Exchange:
             file.seek(indexes[0] * CHUNK_BYTES)
         for _ in indexes:
             data = file.read(CHUNK_BYTES)
+            if not data:
+                raise OSError("the file was cut short meanwhile")
             writer.write(data)
             self.sent_bytes += len(data)
             async with asyncio.timeout(10 * STALL_S):
                 await writer.drain()
+
+
+def _check(download: Download, chunks: Sequence[Chunk]) -> None:
+    for index, data in chunks:
+        download.take_chunk(index, data)
+
+
+async def _read_chunk(reader: asyncio.StreamReader, size: int) -> bytes:
+    """`size` bytes. Raises TransportFault 'stalled' or 'slow', IncompleteReadError when the source closes early."""
+    pieces: list[bytes] = []
+    try:
+        async with asyncio.timeout(CHUNK_S):
+            while size > 0:
+                piece = await _patient(reader.read(size))
+                if not piece:
+                    raise asyncio.IncompleteReadError(b"", size)
+                pieces.append(piece)
+                size -= len(piece)
+    except TimeoutError as error:
+        raise TransportFault("slow", f"no chunk in {CHUNK_S:g} s") from error
+    return b"".join(pieces)
 
 
 async def _patient(read: Awaitable[bytes]) -> bytes:

@@ -1,14 +1,16 @@
 """Files that are whole or not there: temporary name, fsync, rename (DESIGN section 2)."""
 
+import itertools
 import os
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
+_numbers = itertools.count()
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file so that a crash leaves the old one or the new one. Raises OSError; removes its own leftovers."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{next(_numbers)}")  # threads may write the same file at once
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "wb") as file:
