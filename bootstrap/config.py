@@ -50,10 +50,6 @@ class EvaluationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     problems: Annotated[int, Meta(ge=0, le=100_000)] = 200
     every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
-    def __post_init__(self) -> None:
-        if self.every:
-            raise ValueError(f"every = {self.every}: measuring during the run comes later, leave it 0")
-
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of `run.toml`."""
@@ -198,7 +194,7 @@ COMMENTS = {
     "learning.mask_truncated": "Leave completions that ran into max_new_tokens out of the loss.",
     "network.bootstrap": 'Addresses of bootstrap peers, as `swarm bootstrap` prints them: ["/ip4/.../p2p/..."].',
     "evaluation.problems": "Held-out problems that the trainer answers greedily; 0 measures nothing.",
-    "evaluation.every": "0 measures before the first step and after the last; measuring in between comes later.",
+    "evaluation.every": "Steps between two measurements; 0 measures before the first step and after the last.",
 }
 
 _HEAD = """\

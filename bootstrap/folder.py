@@ -2,7 +2,6 @@
 
 DIR/run.toml           what the run is (bootstrap/config.py)
 DIR/owner.key          whoever has it owns the run: it signs the manifest
-DIR/manifest.signed    the manifest as last published; its revision rises when run.toml changes
 DIR/trainer/           home of the run's trainer, with its peer.key
 """
 

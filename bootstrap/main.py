@@ -270,6 +270,7 @@ def train(  # noqa: PLR0913
         listen=where,
         announce=announced,
         evaluation_problems=run.config.evaluation.problems,
+        evaluation_every=run.config.evaluation.every,
         allow_code=allow_code,
     )
     began_s = time.time()

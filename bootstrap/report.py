@@ -6,7 +6,9 @@ Nothing is taken from what the simulation thinks it did. What nobody reported is
 of groups, as the trainer counted them at its door and when it consumed them:
 
     received = accepted + stale + duplicate + invalid                       (at the door)
-    accepted = trained + no_signal + stale_in_queue + unused + lost         (later)
+    accepted + resumed = trained + no_signal + stale_in_queue + unused + queued + lost
+
+`resumed` groups waited on disk when the trainer started, `queued` ones when it stopped before the run's end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,8 @@ from protocols.ledger import Audit
 
 FORMAT = 1
 _AT_THE_DOOR = ("received", "accepted", "stale", "duplicate", "invalid")
-_CONSUMED = ("trained", "no_signal", "stale_in_queue", "unused")
-_COUNTED = _AT_THE_DOOR + _CONSUMED
+_BECAME = ("trained", "no_signal", "stale_in_queue", "unused", "queued")
+_COUNTED = (*_AT_THE_DOOR, "resumed", *_BECAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ def _rollouts(final: Mapping[str, Any], inference: Sequence[Sequence[Event]]) ->
     counts = final.get("counts")
     # The trainer leaves out what it never counted, so without a count it is 0; without counts nothing is known.
     rollouts: dict[str, Any] = {name: None if counts is None else counts.get(name, 0) for name in _COUNTED}
-    accounted = sum(rollouts[name] or 0 for name in _CONSUMED)
-    rollouts["lost"] = None if counts is None else rollouts["accepted"] - accounted
+    accounted = sum(rollouts[name] or 0 for name in _BECAME)
+    rollouts["lost"] = None if counts is None else rollouts["accepted"] + rollouts["resumed"] - accounted
     finals = [_last(events, "final") for events in inference]
     rollouts["generated"] = _sum([_generated(events) for events in inference])
     rollouts["outbox"] = _sum([end.get("outbox") for end in finals])

@@ -3,8 +3,8 @@
     push --size, signature, sender--> check each group (a thread) --> Intake.offer --> disk --> receipt
 
 A group's prompt is made again from (run seed, producer, counter) and its rewards are computed again, so a
-producer can neither pick easy problems nor praise itself. An accepted group is on disk before the receipt
-that lets its producer forget it.
+producer can neither make up problems nor praise itself; one that skips counters to find easy ones leaves
+gaps. An accepted group is on disk before the receipt that lets its producer forget it.
 """
 
 import asyncio

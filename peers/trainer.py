@@ -59,6 +59,8 @@ class TrainerOptions:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
     evaluation_problems: int = 200
+    evaluation_every: int = 0
+    """Steps between two evaluations; 0 evaluates before the first step and after the last."""
     allow_code: bool = False
 
 
@@ -145,6 +147,7 @@ class Trainer:
         intake = Intake(max_lag=manifest.max_lag, batch_groups=manifest.learning.batch_groups)
         checker = Checker(manifest, self.environment, self.model.tokenizer)
         ingest = Ingest(node, intake, self.store, checker, chain)
+        self.counts_before = await self.store.counts()
         self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
         await self._restore()
         await record.restore(chain, self.learner.steps)
@@ -152,6 +155,7 @@ class Trainer:
         self.follower.beat = self._beat
         self.follower.capacity = self._capacity
         node.on_push = ingest.push
+        node.more_doors = {"push": ingest.refusals, "group": intake.reasons}
         await self.follower.put_manifest()
         if chain.head is None:
             await self._publish_first()
@@ -260,6 +264,9 @@ class Trainer:
                 await self._evaluate()
             while self.learner.steps < max_steps:
                 await self._one_step()
+                every = self.options.evaluation_every
+                if every and self.learner.steps % every == 0 and self.learner.steps < max_steps:
+                    await self._evaluate()
             await self._evaluate()
         await self._finish()
         self.done.set()
@@ -433,8 +440,7 @@ class Trainer:
         """The numbers of this process's life, for the report."""
         if not hasattr(self, "parts"):
             return
-        counts = dict(self.parts.intake.counts) | await self.parts.store.counts()
-        counts.pop("queued", None)
+        counts = await self._counts()
         self.node.metrics.emit(
             "final",
             counts=counts,
@@ -452,6 +458,14 @@ class Trainer:
             },
             ledger=str(self.parts.record.path),
         )
+
+    async def _counts(self) -> dict[str, int]:
+        """Groups of this process's life: judged at the door (from memory), and what became of them (from disk)."""
+        door = {key: self.parts.intake.counts[key] for key in ("received", "accepted", "stale", "duplicate", "invalid")}
+        now, before = await self.parts.store.counts(), self.counts_before
+        ends = {"trained": "trained", "no_signal": "no_signal", "stale_in_queue": "stale", "unused": "unused"}
+        became = {name: now.get(state, 0) - before.get(state, 0) for name, state in ends.items()}
+        return door | became | {"resumed": before.get("queued", 0), "queued": now.get("queued", 0)}
 
     def close(self) -> None:
         """Stop the threads and close the files."""
@@ -500,3 +514,10 @@ class Trainer:
                 )
             self.node.metrics.emit("peers", peers=rows)
             await asyncio.sleep(BEAT_S)
+
+
+def _refuse_change_of_kind(old: Manifest, new: Manifest) -> None:
+    """A run's bound, seed, base model and adapter shape are for its whole life; ValueError names what changed."""
+    for name in ("max_lag", "seed", "model", "lora"):
+        if getattr(old, name) != getattr(new, name):
+            raise ValueError(f"{name}: this run began with another one, and it is fixed; start a new run to change it")

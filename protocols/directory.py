@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from protocols import PROTOCOL
 from protocols.envelopes import M, Sealed, unseal
 from protocols.faults import PeerFault
 from protocols.identity import public_of, run_id_of
@@ -72,6 +73,8 @@ def check_manifest(raw: bytes, run: str) -> Sealed[Manifest]:
     name = run.rpartition("-")[0]
     if sealed.message.run != run or run_id_of(name, public_of(sealed.sender)) != run:
         raise PeerFault("foreign manifest", sealed.message.run)
+    if sealed.message.protocol != PROTOCOL:
+        raise PeerFault("protocol mismatch", f"the run speaks {sealed.message.protocol}, this is {PROTOCOL}")
     return sealed
 
 

@@ -33,6 +33,7 @@ from protocols.identity import short
 from protocols.manifest import Manifest
 from protocols.messages import (
     CHAIN_PAGE_MAX,
+    UNARY_BYTES_MAX,
     Announcement,
     CapacityAd,
     ChainRequest,
@@ -54,12 +55,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
+CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
+# Faults that say nothing against whoever we talk to: relays of a forked chain, and peers that are merely busy.
+INNOCENT = frozenset({"equivocating trainer", "remote error"})
 OFFENCES_MAX = 8  # invalid messages until a sender is ignored; an honest bug shows itself in fewer
 MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
 GOODBYE_S = 1.0
 NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
 MANIFEST_ASK_S = 1.0
-MANIFEST_WARN_S = 30.0
+MANIFEST_WARN_S = 15.0
 DIRECTORY_READ_S = 15.0
 CAPACITY_FIRST_S = 1.0
 
@@ -98,9 +102,12 @@ class Follower:
         self._offences: Counter[str] = Counter()
         self._unreachable: dict[str, str] = {}
         """Targets of heartbeats that do not answer, and the code of the last warning."""
+        self._refusing: dict[str, TransportFault] = {}
+        """Targets of heartbeats that refuse us, and why."""
         self._rng = random.Random(node.session)
         self._catching_up = asyncio.Lock()
         self._head_changed = False
+        self._kept_manifest: Sealed[Manifest] | None = None
 
     @property
     def policy_topic(self) -> str:
@@ -136,7 +143,7 @@ class Follower:
 
     async def find_manifest(self) -> Manifest:
         """The newest manifest that anyone has; waits until the run has one."""
-        warned_s = -1e9
+        warned_s = time.monotonic()
         while self.rules.manifest is None:
             await self.look_for_manifest()
             if self.rules.manifest is None:
@@ -147,13 +154,21 @@ class Follower:
         return self.manifest
 
     async def look_for_manifest(self) -> None:
-        """Ask the bootstrap peers, then the DHT, once. Raises TransportFault 'unknown run'."""
-        for peer_id in list(self.node.bootstraps.values()):
-            await self._ask_manifest(peer_id)
+        """Our own disk, the bootstrap peers, the DHT, once. TransportFault 'unknown run' if nobody serves it."""
+        await self._stored_manifest()
+        serving = [await self._ask_manifest(peer_id) for peer_id in list(self.node.bootstraps.values())]
+        if serving and not any(serving) and self.node.config.role != "bootstrap":
+            raise TransportFault("unknown run", f"no bootstrap peer serves {self.run}")
         if self.rules.manifest is None:
             await self._read_manifest()
 
-    async def _ask_manifest(self, peer_id: str) -> None:
+    async def _stored_manifest(self) -> None:
+        raw = await self.store.meta("manifest") if self.store is not None and self.rules.manifest is None else None
+        if raw is not None:
+            self.rules.learn(check_manifest(raw, self.run))
+
+    async def _ask_manifest(self, peer_id: str) -> bool:
+        """False when the peer says that it does not serve this run."""
         try:
             reply = await self.node.ask(peer_id, ManifestRequest(self.run))
             match reply:
@@ -161,13 +176,12 @@ class Follower:
                     for raw in envelopes:
                         self.rules.learn(check_manifest(raw, self.run))
                 case Refused("unknown run"):
-                    raise TransportFault("unknown run", f"{short(peer_id)} does not serve {self.run}")
+                    return False
         except PeerFault as fault:
             await self.offence(peer_id, fault)
         except TransportFault as fault:
-            if fault.code == "unknown run":
-                raise
             log.info("no manifest from %s: %s", short(peer_id), fault)
+        return True
 
     async def _read_manifest(self) -> None:
         try:
@@ -187,15 +201,29 @@ class Follower:
                     break
             for trainer, version, first, second in await self.store.evidence():  # of what came after those entries
                 self.chain.equivocations[trainer] = Equivocation(trainer, version, first, second)
+            await self._restore_end(self.chain, await self.store.meta("end"))
         return self.chain
+
+    async def _restore_end(self, chain: Chain, raw: bytes | None) -> None:
+        try:
+            if raw is not None and chain.finish(unseal(raw, RunEnd)):
+                self.ended.set()
+        except PeerFault as fault:
+            self.node.warn("damaged chain", f"{fault}; the end of the run is fetched again")
 
     def page(self, first: int) -> tuple[bytes, ...]:
         """The answer to a ChainRequest."""
         if self.chain is None:
             return ()
-        entries = self.chain.since(first, CHAIN_PAGE_MAX)
-        raws = [entry.raw for entry in entries]
-        at_head = not entries or entries[-1].message.version == self.chain.version
+        raws: list[bytes] = []
+        size = 0
+        at_head = True
+        for entry in self.chain.since(first, CHAIN_PAGE_MAX):
+            size += len(entry.raw)
+            if raws and size > CHAIN_PAGE_BYTES:
+                break
+            raws.append(entry.raw)
+            at_head = entry is self.chain.head
         if at_head and self.chain.end is not None:
             raws.append(self.chain.end.raw)
         return tuple(raws)
@@ -252,6 +280,8 @@ class Follower:
             return True
         self.ended.set()
         await self._notify()
+        if self.store is not None:
+            await self._on_disk(self.store.set_meta("end", sealed.raw))
         return True
 
     async def catch_up(self, source: str) -> None:
@@ -318,8 +348,8 @@ class Follower:
     async def offence(self, peer_id: str, fault: PeerFault) -> None:
         """Count nonsense against its sender; too much of it and the sender is ignored and disconnected."""
         self.refusals[fault.reason] += 1
-        if fault.reason == "equivocating trainer":
-            return  # whoever passes it on is innocent
+        if fault.reason in INNOCENT:
+            return
         self._offences[peer_id] += 1
         if len(self._offences) > IDENTITIES_MAX:
             del self._offences[next(iter(self._offences))]
@@ -331,7 +361,7 @@ class Follower:
             except (
                 TransportFault,
                 PeerFault,
-            ) as error:  # libp2p lets other kinds of key in; their ids are none of ours
+            ) as error:  # libp2p lets other kinds of key in, whose ids are none of ours
                 log.info("could not disconnect %s: %s", short(peer_id), error)
 
     # ------------------------------------------------------------------ heartbeats
@@ -386,11 +416,25 @@ class Follower:
             return
         except TransportFault as fault:
             if fault.code in FINAL_VERDICTS:
-                raise
-            self._lost(target, fault)
+                self._refused_by(target, fault)
+            else:
+                self._lost(target, fault)
             return
         self._found(target)
-        await self._on_reply(peer_id, reply)
+        if reply.verdict in FINAL_VERDICTS:
+            self._refused_by(target, TransportFault(reply.verdict, f"says {short(peer_id)}"))
+        else:
+            self._refusing.pop(target, None)
+            await self._on_reply(peer_id, reply)
+
+    def _refused_by(self, target: str, fault: TransportFault) -> None:
+        """One bootstrap peer alone may be wrong, or hostile: we go only when everybody who answers refuses us."""
+        if target not in self._refusing:
+            self.node.warn("refused", f"{target[-60:]} refuses this peer: {fault}")
+        self._refusing[target] = fault
+        answering = [other for other in self._targets() if other not in self._unreachable]
+        if all(other in self._refusing for other in answering):
+            raise fault
 
     async def _reconnect(self, target: str) -> str:
         if not target.startswith("/"):
@@ -403,8 +447,6 @@ class Follower:
         return peer_id
 
     async def _on_reply(self, peer_id: str, reply: HeartbeatReply) -> None:
-        if reply.verdict in FINAL_VERDICTS:
-            raise TransportFault(reply.verdict, f"says {short(peer_id)}")
         if reply.step is not None and peer_id in self._trainers():
             await self.trainer_said(reply.step, reply.queued)
         if self.chain is None:
@@ -438,8 +480,7 @@ class Follower:
         last_s = dict.fromkeys(("manifest", "capacity", "head"), -1e9)
         while True:
             now_s = time.monotonic()
-            if self.chain is not None:
-                self.chain.update_manifest(self.manifest)
+            await self._keep_manifest()
             if self.rules.manifest is not None and now_s - last_s["manifest"] > MANIFEST_LIFE_S / 3:
                 last_s["manifest"] = now_s
                 await self._put(RecordKind.MANIFEST, self.rules.manifest.raw, MANIFEST_LIFE_S)
@@ -451,6 +492,17 @@ class Follower:
                 self._head_changed = False
                 await self.put_head()
             await asyncio.sleep(CAPACITY_FIRST_S)
+
+    async def _keep_manifest(self) -> None:
+        """A newer revision counts for the chain from now on, and is on disk for the next start."""
+        sealed = self.rules.manifest
+        if sealed is None or sealed is self._kept_manifest:
+            return
+        self._kept_manifest = sealed
+        if self.chain is not None:
+            self.chain.update_manifest(sealed.message)
+        if self.store is not None:
+            await self._on_disk(self.store.set_meta("manifest", sealed.raw))
 
     def head_changed(self) -> None:
         """Our own head moved: store it in the DHT soon."""

@@ -5,6 +5,7 @@ and any script of a user read the same file.
 """
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +20,6 @@ class Metrics:
 
     def __init__(self, home: Path, peer_id: str, role: str) -> None:
         self.path = home / FILE_NAME
-        self.counts: dict[str, float] = {}
         self._common = {"peer": peer_id, "role": role}
         self._file: TextIO | None = self.path.open("a", encoding="utf-8")
         self._size = self.path.stat().st_size
@@ -29,7 +29,7 @@ class Metrics:
         if self._file is None:
             return
         record = {"t": round(time.time(), 3), **self._common, "event": event, **fields}
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()}, separators=(",", ":"))
+        line = json.dumps(_jsonable(record), separators=(",", ":"))
         try:
             self._rotate(len(line) + 1)
             self._file.write(line + "\n")
@@ -53,6 +53,8 @@ class Metrics:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    if isinstance(value, dict):
+        return {key: _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

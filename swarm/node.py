@@ -41,6 +41,7 @@ from protocols.messages import (
     encode,
 )
 from protocols.presence import BEAT_S, SILENT_S, Sessions
+from swarm import hivemind_guard
 from swarm.blobs import BlobStore
 from swarm.directory import Directory
 from swarm.exchange import Exchange
@@ -76,7 +77,7 @@ class JoinFault(TransportFault):
 
     def __init__(self, faults: Sequence[tuple[str, TransportFault]]) -> None:
         super().__init__(faults[0][1].code, faults[0][1].detail)
-        self.reasons = [f"{address}: {fault}" for address, fault in faults]
+        self.reasons = [f"{address}: {fault.code}" for address, fault in faults]
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ class Node:
         self.bootstraps: dict[str, str] = {}
         """Bootstrap addresses that answered, and their peer ids."""
         self.on_push: PushHandler | None = None
+        self.more_doors: dict[str, Counter[str]] = {}
+        """Counters of what a role refuses, by door and reason, for the metrics."""
         self.host: Host
         self.exchange: Exchange
         self.directory: Directory
@@ -137,7 +140,8 @@ class Node:
             self.followers[each.run] = Follower(self, each, store)
         await self.host.serve(self._serve)
         if self.config.bootstrap:
-            await self._join(runs[0] if runs else None)
+            # A bootstrap peer links with others whatever runs they serve; everybody else comes for one run.
+            await self._join(None if self.config.role == "bootstrap" else runs[0])
         self.directory = await Directory.start(self.host, rules, list(self.bootstraps.values()))
         self._resources.push_async_callback(self.directory.close)
         await self.exchange.start()
@@ -298,13 +302,10 @@ class Node:
                 del self.neighbours[peer_id]
 
     def _doors(self) -> dict[str, Counter[str]]:
-        gossip = sum((follower.refusals for follower in self.followers.values()), Counter[str]())
-        return {
-            "request": self.host.refusals,
-            "dht": self.directory.refusals,
-            "blob": self.exchange.refusals,
-            "gossip": gossip,
-        }
+        doors = {"request": self.host.refusals, "dht": self.directory.refusals, "blob": self.exchange.refusals}
+        doors["dht bytes"] = hivemind_guard.refusals
+        doors |= {f"gossip {follower.run}": follower.refusals for follower in self.followers.values()}
+        return doors | self.more_doors
 
 
 def now_ms() -> int:

@@ -52,7 +52,7 @@ def test_the_smallest_file_gets_every_default() -> None:
         ("environment.prompt = 'go'", "environment.prompt has no {question}"),
         ("environment.params = { day = 1979-05-27 }", "environment.params.day: use numbers"),
         ("environment.params = { big = [1, 9223372036854775808] }", "environment.params.big: use numbers"),
-        ("evaluation.every = 5", "every = 5: measuring during the run comes later, leave it 0 - at `$.evaluation`"),
+        ("evaluation.every = -5", "Expected `int` >= 0 - at `$.evaluation.every`"),
         ("max_steps = ", "line 3"),
         ("[[[", "line 3"),
     ],
