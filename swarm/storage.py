@@ -44,21 +44,34 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        """Raises ValueError, one line with the path, for a file that cannot be used."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
-        self._db = self._thread.submit(self._open).result()
+        self._closed = False
+        try:
+            self._db = self._thread.submit(self._open).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
 
     def _open(self) -> sqlite3.Connection:
         try:
             db = sqlite3.connect(self.path, isolation_level=None)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=FULL")
+        except sqlite3.Error as error:
+            raise ValueError(f"{self.path} cannot be used: {error}") from error
+        try:
             (found,) = db.execute("PRAGMA user_version").fetchone()
             if found not in (0, SCHEMA_VERSION):
                 raise ValueError(f"{self.path} was written by another version of echo-swarm (schema {found})")
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
             db.executescript(self.schema)
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         except sqlite3.DatabaseError as error:
+            db.close()
             raise ValueError(f"{self.path} cannot be used: {error}") from error
+        except ValueError:
+            db.close()
+            raise
         return db
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -71,19 +84,35 @@ class Store:
             try:
                 result = work(self._db)
             except BaseException:
-                self._db.execute("ROLLBACK")
+                self._roll_back()
                 raise
             self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:  # disk full, I/O error, read-only file system
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+            raise  # ours
+        except sqlite3.DatabaseError as error:  # disk full, I/O error, read-only file system, damaged file
+            self._roll_back()
             raise OSError(f"{self.path}: {error}") from error
         return result
 
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:  # some errors have ended it already
+            self._db.execute("ROLLBACK")
+
+    async def write(self, query: str, rows: Iterable[tuple[object, ...]]) -> None:
+        """Run one statement for each row, as one transaction."""
+        values = list(rows)
+
+        def work(db: sqlite3.Connection) -> None:  # a cursor that lived on in the result would keep the file open
+            db.executemany(query, values)
+
+        await self.run(work)
+
     def close(self) -> None:
-        """Finish what was begun and close the file."""
-        self._thread.submit(self._db.close).result()
-        self._thread.shutdown()
+        """Finish what was begun and close the file. Closing again changes nothing."""
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._db.close).result()
+            self._thread.shutdown()
 
 
 class PeerStore(Store):
@@ -105,8 +134,7 @@ class PeerStore(Store):
 
     async def extend_chain(self, entries: Iterable[tuple[int, bytes]]) -> None:
         """Append verified announcements: (version, envelope)."""
-        rows = list(entries)
-        await self.run(lambda db: db.executemany("INSERT OR REPLACE INTO chain VALUES (?, ?)", rows))
+        await self.write("INSERT OR REPLACE INTO chain VALUES (?, ?)", entries)
 
     async def add_evidence(self, trainer: str, version: int, first: bytes, second: bytes) -> None:
         """Keep the proof of an equivocation, and take the disputed version out of the chain."""
@@ -147,8 +175,7 @@ class PeerStore(Store):
 
     async def remove_from_outbox(self, counters: list[int]) -> None:
         """These groups have receipts."""
-        rows = [(counter,) for counter in counters]
-        await self.run(lambda db: db.executemany("DELETE FROM outbox WHERE counter = ?", rows))
+        await self.write("DELETE FROM outbox WHERE counter = ?", [(counter,) for counter in counters])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +219,7 @@ class TrainerStore(PeerStore):
             )
             for g in groups
         ]
-        await self.run(lambda db: db.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows))
+        await self.write("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     async def bodies(self, digests: list[bytes]) -> list[tuple[bytes, bytes]]:
         """(encoded group, rewards) of queued groups, in the order asked for."""
