@@ -386,7 +386,11 @@ class InferencePeer:
         receipt = sealed.message
         if sealed.sender != trainer or receipt.run != self.options.run or receipt.producer != self.node.peer_id:
             raise PeerFault("foreign receipt")
-        await self._store.remove_from_outbox(self.outbox.receipted(receipt))
+        done = self.outbox.receipted(receipt)
+        try:
+            await self._store.remove_from_outbox(done)
+        except OSError as error:  # after a restart they are sent again, and found to be duplicates
+            self.node.warn("cannot store receipts", str(error))
         await self.follower.trainer_said(receipt.step, receipt.queued)
         async with self.follower.changed:
             self.follower.changed.notify_all()  # the outbox is shorter

@@ -109,18 +109,17 @@ class Ingest:
         """The node's handler of PushRollouts."""
         self.received_bytes += len(request.envelope)
         try:
-            sealed = self._open(request, peer_id)
-            self.intake.admit(peer_id, len(sealed.message.groups))
+            groups = self._open(request, peer_id).message.groups
+            self._admit(peer_id, groups)  # before the work
+            loop = asyncio.get_running_loop()
+            checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, groups)
+            async with self.lock:
+                self._admit(peer_id, groups)  # and after it: pushes that are checked side by side add up
+                return await self._judge(peer_id, checked)
         except PeerFault as fault:
             self.refusals[fault.reason] += 1
             log.info("push of %s refused: %s", short(peer_id), fault)
             return Refused(fault.reason)
-        loop = asyncio.get_running_loop()
-        checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, sealed.message.groups)
-        async with self.lock:
-            if self.closed:
-                return Refused("run ended")
-            return await self._judge(peer_id, checked)
 
     def _open(self, request: PushRollouts, peer_id: str) -> Sealed[RolloutBatch]:
         sealed = unseal(request.envelope, RolloutBatch)
@@ -128,9 +127,13 @@ class Ingest:
             raise PeerFault("sender is not the peer", short(sealed.sender))
         if sealed.message.run != self.node_run:
             raise PeerFault("foreign run", sealed.message.run)
+        return sealed
+
+    def _admit(self, peer_id: str, groups: tuple[RolloutGroup, ...]) -> None:
+        """May this push be looked at now? Raises PeerFault."""
         if self.closed:
             raise PeerFault("run ended")
-        return sealed
+        self.intake.admit(peer_id, len(groups))
 
     @property
     def node_run(self) -> str:
