@@ -98,7 +98,7 @@ def unpack_group(group: RolloutGroup, rules: GroupRules) -> list[Rollout]:
         raise PeerFault("token outside the vocabulary")
     if not all(map(math.isfinite, logprobs)):
         raise PeerFault("log-probability not finite")
-    if any(value > LOGPROB_SLACK for value in logprobs):
+    if max(logprobs, default=0.0) > LOGPROB_SLACK:
         raise PeerFault("log-probability above 0")
     if any(reward is not None and not math.isfinite(reward) for reward in group.rewards):
         raise PeerFault("reward not finite")
@@ -118,7 +118,7 @@ def _check_ending(rollout: Rollout, rules: GroupRules) -> None:
     ids, eos = rollout.token_ids, rules.eos_ids
     if not 0 < len(ids) <= rules.sampling.max_new_tokens:
         raise PeerFault("completion length", str(len(ids)))
-    if any(token in eos for token in ids[:-1]):
+    if not eos.isdisjoint(ids[:-1]):
         raise PeerFault("tokens after the end")
     if rollout.truncated == (ids[-1] in eos) or (rollout.truncated and len(ids) != rules.sampling.max_new_tokens):
         raise PeerFault("wrong ending")

@@ -1,5 +1,6 @@
 """The tokenizer of the built-in model: one id a character."""
 
+import itertools
 import string
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ PAD, BOS, EOS, UNKNOWN = range(4)
 CHARACTERS = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 _FIRST = UNKNOWN + 1
 _IDS = {character: _FIRST + i for i, character in enumerate(CHARACTERS)}
+_TEXTS = {i: character for character, i in _IDS.items()} | dict.fromkeys((PAD, BOS, EOS), "")
 
 
 class CharacterTokenizer:
@@ -22,10 +24,4 @@ class CharacterTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """PAD, BOS and EOS vanish; UNKNOWN and ids out of range become U+FFFD."""
-        return "".join(_character(i) for i in ids)
-
-
-def _character(i: int) -> str:
-    if i in (PAD, BOS, EOS):
-        return ""
-    return CHARACTERS[i - _FIRST] if _FIRST <= i < _FIRST + len(CHARACTERS) else "\ufffd"
+        return "".join(map(_TEXTS.get, ids, itertools.repeat("\ufffd")))
