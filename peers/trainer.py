@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -119,7 +119,7 @@ class Trainer:
         self.started_s = time.monotonic()
         self.parts: Parts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
-        self._told: set[str] = set()
+        self._resources = ExitStack()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Run on the learner's one thread: models are not shared between threads."""
@@ -135,6 +135,7 @@ class Trainer:
 
         node, options = self.node, self.options
         self.store = TrainerStore(options.home / "trainer.sqlite")
+        self._resources.callback(self.store.close)
         self.model = await self._in_thread(load_model, options.model)
         record = Record(node.identity, self.store, options.home)
         manifest = await self._manifest(record)
@@ -147,6 +148,7 @@ class Trainer:
         intake = Intake(max_lag=manifest.max_lag, batch_groups=manifest.learning.batch_groups)
         checker = Checker(manifest, self.environment, self.model.tokenizer)
         ingest = Ingest(node, intake, self.store, checker, chain)
+        self._resources.callback(ingest.close)
         self.counts_before = await self.store.counts()
         self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
         await self._restore()
@@ -169,10 +171,8 @@ class Trainer:
             new = old
         if self.node.peer_id not in new.message.trainers:
             raise ValueError(f"trainers: {self.node.peer_id} (the key in {self.node.identity.path}) is not among them")
-        if old is not None and old.message.max_lag != new.message.max_lag:
-            raise ValueError(
-                f"max_lag: the bound of a run is fixed ({old.message.max_lag}); start a new run to change it"
-            )
+        if old is not None:
+            _refuse_change_of_kind(old.message, new.message)
         self.follower.rules.learn(new)
         if new is not old:
             version = max((unseal(raw, Announcement).message.version for raw in await self.store.chain()), default=-1)
@@ -438,8 +438,6 @@ class Trainer:
 
     async def emit_final(self) -> None:
         """The numbers of this process's life, for the report."""
-        if not hasattr(self, "parts"):
-            return
         counts = await self._counts()
         self.node.metrics.emit(
             "final",
@@ -469,11 +467,8 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the threads and close the files."""
-        if hasattr(self, "parts"):
-            self.parts.ingest.close()
-        if hasattr(self, "store"):
-            self.store.close()
         self._thread.shutdown(cancel_futures=True)
+        self._resources.close()
 
     # ------------------------------------------------------------------ telling others
 

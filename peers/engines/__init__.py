@@ -35,7 +35,5 @@ class Engine(Protocol):
     def load_adapter(self, version: int, adapter: Adapter) -> None:
         """Generate with this adapter from now on. Raises PeerFault if it does not fit the model exactly."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
         """`sampling.group_size` completions for each prompt; the same seed gives the same completions."""

@@ -1,0 +1,21 @@
+"""The trainer's small rules, without a network."""
+
+import msgspec
+import pytest
+
+from peers.trainer import _refuse_change_of_kind
+from protocols.manifest import LoraSpec
+from tests.samples import manifest
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_lag", 9), ("seed", 77), ("lora", LoraSpec(r=2))])
+def test_what_a_run_is_cannot_change_after_its_start(field: str, value: object) -> None:
+    before = manifest()
+    after = msgspec.structs.replace(before, **{field: value})
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        _refuse_change_of_kind(before, after)
+
+
+def test_how_a_run_learns_may_change() -> None:
+    before = manifest()
+    _refuse_change_of_kind(before, msgspec.structs.replace(before, description="other", max_steps=before.max_steps + 1))
