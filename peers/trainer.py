@@ -216,8 +216,11 @@ class Trainer:
         rows = await parts.store.steps(KEPT)
         steps = rows[0][0] if rows else 0
         found = await self._load_newest(rows)
-        if found != steps or (not rows and parts.chain.head is not None):
-            await self._load_published(steps)
+        if parts.chain.version > found:
+            await self._load_published()
+        newest = max(found, parts.chain.version)
+        if newest < steps:
+            self.node.warn("steps lost", f"{steps} steps were done, but the newest weights are those after {newest}")
         learner.steps = steps
         parts.checkpoints.keep_only({name for _, name, _ in rows})
         oldest = steps - parts.intake.max_lag
@@ -230,29 +233,31 @@ class Trainer:
         parts.ingest.steps_done = steps
 
     async def _load_newest(self, rows: Sequence[tuple[int, str, bytes]]) -> int:
-        """Load the newest checkpoint that is whole; the step it is of, 0 for none."""
+        """Load the newest checkpoint that is whole; the step it is of, -1 before the first. ValueError if none is."""
         for step, name, digest in rows:
             state = await asyncio.to_thread(self.parts.checkpoints.read, name, digest)
             if state is not None:
                 await self._in_thread(self.learner.load_state, state)
                 return step
             self.node.warn("damaged checkpoint", f"{name} is missing or damaged; going back to the one before")
-        return 0
+        if rows:
+            raise ValueError(
+                f"{self.parts.checkpoints.folder}: no checkpoint is whole; restore the folder from a copy, "
+                "or `swarm init` a new run"
+            )
+        return -1
 
-    async def _load_published(self, steps: int) -> None:
+    async def _load_published(self) -> None:
         """The newest weights are those that were published; only the optimizer's moments are older."""
         head = self.parts.chain.head
-        blob = None
-        if head is not None:
-            blob = await asyncio.to_thread(self.node.exchange.blobs.get, head.message.adapter.keyframe.root)
-        if head is None or blob is None:
+        assert head is not None
+        blob = await asyncio.to_thread(self.node.exchange.blobs.get, head.message.adapter.keyframe.root)
+        if blob is None:
             raise ValueError(
-                f"no usable checkpoint of step {steps} in {self.parts.checkpoints.folder}, and the published adapter "
-                "is not there either: restore the folder from a copy"
+                f"the checkpoint of v{head.message.version} is not whole, and the adapter that was published is not in "
+                f"{self.node.exchange.blobs.folder} either: restore {self.options.home} from a copy"
             )
         await self._in_thread(self.learner.load_adapter, decode_adapter(blob))
-        if head.message.version < steps:
-            self.node.warn("steps lost", f"weights are those of v{head.message.version}, {steps} steps were done")
 
     # ------------------------------------------------------------------ training
 
