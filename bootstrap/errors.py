@@ -111,6 +111,10 @@ ADVICE = {
         "a transfer stopped half-way",
         "check your connection, then start again; what was fetched so far is kept",
     ),
+    "slow": Advice(
+        "a transfer came in too slowly to be waited for",
+        "check your connection, then start again; what was fetched so far is kept",
+    ),
     "equivocation": Advice(
         "the trainer signed two different versions under one number",
         "do not train on: tell the run's owner, who must publish a manifest with another trainer key",

@@ -65,6 +65,15 @@ def join_lines(addresses: Sequence[str], run: str, run_file: Path | None, interf
     return lines
 
 
+def trainer_line(addresses: Sequence[str], run: str) -> str:
+    """What a trainer says when it is up, which knows the bootstrap peers only as it was told of them."""
+    where = reachable(addresses, ())
+    if where.remote:
+        return f"others help with:  {join_line(where.remote, run)}"
+    line = join_line(where.local or addresses, run)
+    return f"on this machine (for others `swarm bootstrap` prints another line):  {line}"
+
+
 def check_run_id(text: str) -> str:
     """Raises ValueError when this is no run id."""
     try:

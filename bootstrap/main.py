@@ -125,6 +125,7 @@ def _merged(ctx: typer.Context, home: Path | None, as_json: bool, debug: bool) -
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
     else:
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, for their programmers
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
         logging.getLogger("swarm.node").setLevel(
             logging.ERROR
         )  # its warnings are events too: shown once, on the screen
@@ -243,7 +244,7 @@ def train(  # noqa: PLR0913
     common = _merged(ctx, home, as_json, debug)
     from bootstrap.addresses import peer_address
     from bootstrap.folder import open_run
-    from bootstrap.invite import join_line
+    from bootstrap.invite import trainer_line
     from bootstrap.report import about_run, report_run, summary_lines
 
     run = open_run(run_file)
@@ -257,7 +258,7 @@ def train(  # noqa: PLR0913
     where, announced = _listen_addresses(listen, host, port), _own_addresses(announce)
 
     def on_ready(_: Sequence[str]) -> None:
-        typer.echo(f"others help with:  {join_line(addresses, run.run)}", err=common.json)
+        typer.echo(trainer_line(addresses, run.run), err=common.json)
 
     from peers.trainer import TrainerOptions, run_trainer
 

@@ -422,7 +422,7 @@ class Follower:
             return
         self._found(target)
         if reply.verdict in FINAL_VERDICTS:
-            self._refused_by(target, TransportFault(reply.verdict, f"says {short(peer_id)}"))
+            self._refused_by(target, self.node.turned_away(reply.verdict, f"says {short(peer_id)}"))
         else:
             self._refusing.pop(target, None)
             await self._on_reply(peer_id, reply)

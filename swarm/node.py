@@ -198,8 +198,12 @@ class Node:
                 return
             if reply.verdict != "contested" or time.monotonic() > deadline_s:
                 code = "identity taken" if reply.verdict == "contested" else reply.verdict
-                raise TransportFault(code, reply.detail or f"says {short(peer_id)}")
+                raise self.turned_away(code, reply.detail or f"says {short(peer_id)}")
             await asyncio.sleep(BEAT_S / 2)
+
+    def turned_away(self, verdict: str, detail: str) -> TransportFault:
+        """The fault for a verdict about us; for a taken identity it names the key file (case B07)."""
+        return TransportFault(verdict, f"{self.identity.path}, {detail}" if verdict == "identity taken" else detail)
 
     async def ask(self, peer_id: str, request: Request, timeout_s: float = 5.0) -> Reply:
         """One request to one peer. Raises TransportFault, or PeerFault for an answer that is none."""
