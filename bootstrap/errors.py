@@ -113,7 +113,7 @@ ADVICE = {
     ),
     "slow": Advice(
         "a transfer came in too slowly to be waited for",
-        "check your connection, then start again; what was fetched so far is kept",
+        "start again, on a faster connection if there is one; what was fetched so far is kept",
     ),
     "equivocation": Advice(
         "the trainer signed two different versions under one number",
