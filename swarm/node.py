@@ -280,13 +280,12 @@ class Node:
 
     async def _measure_lag(self) -> None:
         """How late the loop wakes up: the delay that every peer's request would meet."""
-        loop = asyncio.get_running_loop()
         while True:
             lags = []
-            until_s = loop.time() + LAG_REPORT_S
-            while (before_s := loop.time()) < until_s:
+            until_s = time.monotonic() + LAG_REPORT_S
+            while (before_s := time.monotonic()) < until_s:  # uvloop's own clock counts whole milliseconds
                 await asyncio.sleep(LAG_PROBE_S)
-                lags.append(max(0.0, loop.time() - before_s - LAG_PROBE_S) * 1000)
+                lags.append(max(0.0, time.monotonic() - before_s - LAG_PROBE_S) * 1000)
             lags.sort()
             p50, p99 = lags[len(lags) // 2], lags[int(len(lags) * 0.99)]
             self.metrics.emit("loop", lag_p50_ms=round(p50, 2), lag_p99_ms=round(p99, 2))
