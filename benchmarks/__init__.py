@@ -1,0 +1,1 @@
+"""What we claim, measured against a yardstick in the same run (docs/benchmarks.md)."""
