@@ -1,6 +1,7 @@
 # make setup   install into .venv              make demo    a whole swarm on this machine, about two minutes
 # make test    lint, types, all tests          make bench   figures beside their yardsticks (docs/benchmarks.md)
-# make slow    the long versions of tests      make clean   remove what the others made
+# make slow    the long versions of tests      make matrix  install beside other packages (case B110)
+# make clean   remove what the others made
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # One thread a process: the peers of a simulation share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint slow bench clean
+.PHONY: setup demo test lint slow bench matrix clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +37,9 @@ slow: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.all
+
+matrix:
+	PYTHON=$(PYTHON) .ci/install-matrix
 
 clean:
 	rm -rf $(VENV) report.json build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
