@@ -212,7 +212,7 @@ class Follower:
             self.node.warn("damaged chain", f"{fault}; the end of the run is fetched again")
 
     def page(self, first: int) -> tuple[bytes, ...]:
-        """The answer to a ChainRequest."""
+        """The answer to a ChainRequest: announcements, and behind the head the proofs of equivocation and the end."""
         if self.chain is None:
             return ()
         raws: list[bytes] = []
@@ -224,6 +224,9 @@ class Follower:
                 break
             raws.append(entry.raw)
             at_head = entry is self.chain.head
+        if at_head:
+            for proof in self.chain.equivocations.values():  # who asks later must know it too
+                raws += (proof.first, proof.second)
         if at_head and self.chain.end is not None:
             raws.append(self.chain.end.raw)
         return tuple(raws)
