@@ -6,13 +6,16 @@ the last part is `swarm sim`. Every command must leave no process behind.
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import sqlite3
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -365,3 +368,177 @@ def test_b17_a_model_is_fetched_once_and_not_before_the_swarm_is_reached(
             assert peer.ended_clean() == 130
         trainer.kill(signal.SIGINT)
         assert trainer.ended_clean() == 130
+
+
+# ---------------------------------------------------------------------- five terminals, and one running swarm
+
+THIRD_JOIN_S = 15.0  # from the start of its process, imports included, to an accepted group, on an idle machine
+ENDLESS = {"max_steps": "100000", "learning.batch_groups": "8", "evaluation.problems": "0"}
+
+
+@dataclass
+class Running:
+    """Bootstrap peer, trainer and two members, each started by hand in a terminal of its own."""
+
+    terminals: Terminals
+    run: RunFolder
+    bootstrap: Terminal
+    trainer: Terminal
+    members: list[Terminal]
+    join_line: str
+    """As the bootstrap peer printed it."""
+
+    @property
+    def address(self) -> str:
+        return self.join_line.split("'")[1].partition("#")[0]
+
+    def home_of(self, who: str, role: str = "inference") -> Path:
+        return self.terminals.folder / who / ".local" / "share" / "echo-swarm" / role
+
+    def peer_id(self, home: Path) -> str:
+        return load_identity(home / "peer.key")[0].peer_id
+
+    def groups_of(self, home: Path) -> int:
+        """Groups of a peer that the trainer has accepted and written down."""
+        query = "SELECT count(*) FROM groups WHERE producer = ?"
+        with closing(sqlite3.connect(f"file:{self.run.trainer_home / 'trainer.sqlite'}?mode=ro", uri=True)) as db:
+            return int(db.execute(query, [self.peer_id(home)]).fetchone()[0])
+
+    def step(self) -> int:
+        return max((event["step"] for event in events(self.run.trainer_home, "step")), default=0)
+
+    def goes_on(self, steps: int = 3) -> None:
+        """Training makes progress from here."""
+        before = self.step()
+        wait_until(lambda: self.step() >= before + steps, 60, self.trainer)
+
+    def warnings(self, home: Path, since_s: float) -> list[tuple[str, str]]:
+        return [(event["code"], event["text"]) for event in events(home, "warning", since_s)]
+
+
+@pytest.fixture(scope="module")
+def running(terminals: Terminals) -> Running:
+    assert terminals.type("init", "sums").ended_clean() == 0
+    run = open_run(terminals.folder / "sums")
+    rewrite(run.config_path, ENDLESS)
+    bootstrap = terminals.type("bootstrap", "sums/run.toml", "--port", free_port())
+    train_line = printed(bootstrap, "swarm train ")
+    join_line = printed(bootstrap, "swarm join '", under="on this machine:")
+    trainer = terminals.type_line(train_line)
+    members = [terminals.type_line(join_line, who=who) for who in ("berta", "carl")]
+    swarm = Running(terminals, run, bootstrap, trainer, members, join_line)
+    for member in members:
+        printed(member, "joined ")
+    swarm.goes_on()
+    return swarm
+
+
+def test_a_third_member_contributes_seconds_after_its_start(running: Running) -> None:
+    load = os.getloadavg()[0]
+    third = running.terminals.type_line(running.join_line, who="dora")
+    home = running.home_of("dora")
+    wait_until(lambda: (home / "peer.key").exists(), 60, third)
+    wait_until(lambda: running.groups_of(home), 120, third)
+    took_s = time.time() - third.started_s
+    in_s = events(home, "ready")[0]["t"] - third.started_s
+    load = max(load, os.getloadavg()[0])
+    print(f"third member: in the swarm after {in_s:.1f} s, first accepted group after {took_s:.1f} s, load {load:.1f}")
+    # Trainer, two members and the third are four busy processes; what else runs here takes its share of two cores.
+    assert took_s < THIRD_JOIN_S * max(1.0, (load + 1) / 4 * 2 / (os.cpu_count() or 1))
+    running.members.append(third)
+
+
+@pytest.fixture(scope="module")
+def in_the_background(running: Running) -> Running:
+    """From here on the swarm leaves the processors to the commands under test."""
+    for terminal in (running.trainer, *running.members):
+        for process in terminal.left_behind():
+            process.nice(10)
+    return running
+
+
+def test_b01_two_dead_addresses_and_one_live_one(in_the_background: Running, terminals: Terminals) -> None:
+    swarm = in_the_background
+    dead = [at(free_port()), at(free_port())]
+    peer = terminals.type("join", f"{','.join([*dead, swarm.address])}#{swarm.run.run}", *LOCAL, who="elli")
+    printed(peer, "joined ")
+    warned = [text for code, text in swarm.warnings(swarm.home_of("elli"), 0) if code == "bootstrap unreachable"]
+    assert all(any(address in text and "refused" in text for text in warned) for address in dead), warned
+    peer.kill(signal.SIGINT)
+    assert peer.ended_clean() == 130
+
+
+def test_b07_a_copied_key_is_refused_and_a_killed_peer_comes_back(
+    in_the_background: Running, terminals: Terminals
+) -> None:
+    swarm = in_the_background
+    home = swarm.home_of("berta")
+    copy = terminals.folder / "second-machine"
+    copy_key(home, copy)
+    begun_s = time.time()
+    twin = terminals.type("join", f"{swarm.address}#{swarm.run.run}", *LOCAL, "--home", copy)
+    line = failed(twin, 1)
+    refused_s = time.time() - begun_s
+    print(f"the copy was refused after {refused_s:.1f} s")
+    assert line.startswith("identity taken: ")
+    assert str(copy / "peer.key") in line
+    assert "--home" in twin.errors()[-1]
+    berta = swarm.members[0]
+    assert berta.process.poll() is None
+
+    berta.kill()
+    assert berta.wait() == -signal.SIGKILL
+    again = terminals.type_line(swarm.join_line, who="berta")
+    printed(again, "joined ")
+    groups = swarm.groups_of(home)
+    wait_until(lambda: swarm.groups_of(home) > groups, 60, again)
+    assert not [code for code, _ in swarm.warnings(home, again.started_s) if "identity" in code or code == "refused"]
+    swarm.members[0] = again
+
+
+def test_b18_the_bootstrap_peer_is_away_for_a_while(in_the_background: Running, terminals: Terminals) -> None:
+    swarm = in_the_background
+    homes = [swarm.run.trainer_home, swarm.home_of("berta"), swarm.home_of("carl")]
+    gone_s = time.time()
+    swarm.bootstrap.kill()
+    swarm.bootstrap.wait()
+
+    def all_say(code: str, since_s: float) -> bool:
+        return all(any(said == code for said, _ in swarm.warnings(home, since_s)) for home in homes)
+
+    wait_until(lambda: all_say("bootstrap unreachable", gone_s), 30, swarm.trainer)
+    swarm.goes_on()
+    port = swarm.address.split("/")[4]
+    swarm.bootstrap = terminals.type("bootstrap", "sums/run.toml", "--port", port)
+    assert printed(swarm.bootstrap, "swarm join '", under="on this machine:") == swarm.join_line
+    back_s = time.time()
+    wait_until(lambda: all_say("bootstrap reachable", gone_s), 30, swarm.trainer)
+    print(f"everybody was linked again {time.time() - back_s:.1f} s after the bootstrap peer was back")
+    swarm.goes_on()
+
+
+def test_the_run_ends_and_its_ledger_is_audited(in_the_background: Running, terminals: Terminals) -> None:
+    # The trainer is stopped, its run.toml is given an end that is near, and it is started again.
+    swarm = in_the_background
+    swarm.trainer.kill(signal.SIGINT)
+    assert swarm.trainer.ended_clean() == 130, swarm.trainer.output[-2000:]
+    rewrite(swarm.run.config_path, {"max_steps": str(swarm.step() + 10)})
+    trainer = terminals.type("train", "sums/run.toml", "--bootstrap", swarm.address)
+    assert trainer.ended_clean(120) == 0, trainer.output[-2000:]
+    assert "audit      ok" in trainer.lines()
+    assert [member.ended_clean(30) for member in swarm.members] == [0] * len(swarm.members)
+    swarm.bootstrap.kill(signal.SIGINT)
+    assert swarm.bootstrap.ended_clean() == 130
+
+    ledger = swarm.run.trainer_home / "ledger.echo"
+    good = terminals.type("audit", ledger, "--run", swarm.run.run)
+    assert good.ended_clean() == 0
+    assert good.lines()[-1].startswith("ok: ")
+    assert "the run has ended" in good.output
+    raw = bytearray(ledger.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    bent = terminals.folder / "bent.echo"
+    bent.write_bytes(raw)
+    bad = terminals.type("audit", bent)
+    assert bad.ended_clean() == 1
+    assert re.search(r"^problem: entry \d+: ", bad.output, re.MULTILINE), bad.output
