@@ -72,7 +72,7 @@ class Swarm:
         await self._stack.aclose()
 
     async def start(self, name: str, role: Role, bootstrap: tuple[str, ...], listens: bool) -> Node:
-        """A node that follows the run; what arrives at it is noted if it `listens`."""
+        """A node that follows the run; what arrives at it is noted if it `listens`. All are in both topics' meshes."""
         home = self.folder / name
         home.mkdir(mode=0o700, exist_ok=True)
         identity, _ = load_identity(home / "peer.key")
@@ -87,7 +87,8 @@ class Swarm:
         )
         if listens:
             self._tasks.append(asyncio.create_task(_note_chain(follower, chain, self.announced)))
-            self._tasks.append(asyncio.create_task(_note_raw(node.host, self.raw)))
+        raw = self.raw if listens else defaultdict(list)
+        self._tasks.append(asyncio.create_task(_note_raw(node.host, raw)))
         self._tasks.append(asyncio.create_task(run_loops(node.loops(), asyncio.Event())))
         self.nodes.append(node)
         return node
