@@ -45,7 +45,7 @@ from protocols.messages import (
     RolloutGroup,
 )
 from protocols.rollouts import pack_floats, pack_ids
-from protocols.staleness import admits
+from protocols.staleness import room
 from swarm.identity import load_identity, lock_home
 from swarm.node import Node, NodeConfig, now_ms
 from swarm.storage import PeerStore
@@ -246,9 +246,10 @@ class InferencePeer:
         while True:
             await self._until_allowed()
             await self._take_offered()
-            if self.loaded is None or not self._allowed():
+            num_groups = min(self._call_groups, self._room())
+            if self.loaded is None or num_groups < 1:
                 continue
-            counters = range(self._next_counter, self._next_counter + self._call_groups)
+            counters = range(self._next_counter, self._next_counter + num_groups)
             started_s = time.monotonic()
             groups = await self._in_thread(self._make_groups, counters, self.loaded)
             self._adapt(time.monotonic() - started_s)
@@ -256,26 +257,26 @@ class InferencePeer:
 
     async def _until_allowed(self) -> None:
         async with self.follower.changed:
-            await self.follower.changed.wait_for(lambda: self._offered is not None or self._allowed())
+            await self.follower.changed.wait_for(lambda: self._offered is not None or self._room() > 0)
 
-    def _allowed(self) -> bool:
-        """Gate 1, from what this peer knows: the head, and what the trainer last said.
+    def _room(self) -> int:
+        """Gate 1, from what this peer knows: groups that may be started under the head and what the trainer said.
 
         The version before the head may go on while the head is fetched; one that was revoked may not.
         """
         chain, manifest, loaded = self.follower.chain, self.follower.manifest, self.loaded
         if chain is None or loaded is None or self.outbox.full:
-            return False
+            return 0
         known = chain.get(loaded.version)
         if known is None or known.message.adapter.digest != loaded.digest:
-            return False
+            return 0
         batch = manifest.learning.batch_groups
         said_step = self.follower.trainer_step or 0
         steps = max(chain.version, said_step)
         consumed_since = (steps - said_step) * batch  # by the steps that were announced after the trainer spoke
         queued = max(0, (self.follower.trainer_queued or 0) - consumed_since) + len(self.outbox)
         depth = min(manifest.max_lag, manifest.publish_every)
-        return admits(steps, queued + self._call_groups - 1, batch, loaded.version, depth)
+        return room(steps, queued, batch, loaded.version, depth)
 
     def _adapt(self, elapsed_s: float) -> None:
         """Keep calls near their target length, and a fraction of the batch that a step consumes: fresher, fairer."""

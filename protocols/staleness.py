@@ -28,3 +28,8 @@ def admits(steps_done: int, queued: int, batch: int, version: int, depth: int) -
     the bound, and usually 1, so that the pipeline does not sit at the bound.
     """
     return steps_done + queued // batch - version <= depth
+
+
+def room(steps_done: int, queued: int, batch: int, version: int, depth: int) -> int:
+    """Gate 1 as a number: how many more groups a producer holding `version` may start; 0 or less is none."""
+    return (depth - lag(steps_done, version) + 1) * batch - queued

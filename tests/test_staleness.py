@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocols.staleness import admits, lag, within_bound
+from protocols.staleness import admits, lag, room, within_bound
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
@@ -37,3 +37,15 @@ def test_whatever_gate_1_admits_is_consumed_within_its_depth() -> None:
                         consumed_at = steps + queued // batch
                         admitted = admits(steps, queued, batch, version, depth)
                         assert admitted == within_bound(consumed_at, version, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_room_is_how_often_gate_1_says_yes_in_a_row(depth: int, batch: int) -> None:
+    for steps in range(8, 11):
+        for version in range(5, steps + 1):
+            for queued in range(3 * batch):
+                said_yes = 0
+                while admits(steps, queued + said_yes, batch, version, depth):
+                    said_yes += 1
+                assert max(0, room(steps, queued, batch, version, depth)) == said_yes
