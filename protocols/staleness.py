@@ -20,16 +20,11 @@ def within_bound(steps_done: int, oldest_version: int, max_lag: int) -> bool:
     return 0 <= lag(steps_done, oldest_version) <= max_lag
 
 
-def admits(steps_done: int, queued: int, batch: int, version: int, depth: int) -> bool:
-    """Gate 1: may a producer holding `version` start another group?
+def room(steps_done: int, queued: int, batch: int, version: int, depth: int) -> int:
+    """Gate 1: how many more groups may a producer holding `version` start? 0 or less is none.
 
     With `queued` groups ahead of it and `batch` consumed a step, the next group is consumed at step
-    steps_done + queued // batch (DESIGN section 9). `depth` is how far ahead producers may run: at most
-    the bound, and usually 1, so that the pipeline does not sit at the bound.
+    steps_done + queued // batch (DESIGN section 9), and that minus `version` must stay within `depth`: how far
+    ahead producers may run; at most the bound, and usually 1, so that the pipeline does not sit at the bound.
     """
-    return steps_done + queued // batch - version <= depth
-
-
-def room(steps_done: int, queued: int, batch: int, version: int, depth: int) -> int:
-    """Gate 1 as a number: how many more groups a producer holding `version` may start; 0 or less is none."""
     return (depth - lag(steps_done, version) + 1) * batch - queued

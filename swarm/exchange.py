@@ -139,7 +139,7 @@ class Exchange:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(10 * STALL_S):  # an idle asker does not hold a slot for long
+                    async with asyncio.timeout(STALL_S):  # askers ask at once; an idle one does not hold a slot for long
                         raw = await _read_frame(reader)
                 except (asyncio.IncompleteReadError, TimeoutError):
                     return
@@ -169,7 +169,7 @@ class Exchange:
                 raise OSError("the file was cut short meanwhile")
             writer.write(data)
             self.sent_bytes += len(data)
-            async with asyncio.timeout(10 * STALL_S):
+            async with asyncio.timeout(CHUNK_S):
                 await writer.drain()
 
 

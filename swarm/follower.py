@@ -622,6 +622,6 @@ class Follower:
         """
         trainers = list(self._trainers())
         others = {peer for peer, ad in self.ads.items() if ad.message.role == "inference"} | self.holders.keys()
-        others -= {self.node.peer_id, *trainers}
+        others = {peer for peer in others - {self.node.peer_id, *trainers} if not self.ignores(peer)}
         holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
         return self._some(sorted(holders)) + trainers + self._some(sorted(others - holders))

@@ -43,7 +43,7 @@ from protocols.messages import (
 from protocols.policy import Chain, Equivocation, Extended, Gap
 from protocols.presence import BEAT_S, SILENT_S, Sessions
 from protocols.rollouts import GroupRules, group_digest, pack_floats, pack_ids, unpack_group
-from protocols.staleness import admits
+from protocols.staleness import room
 from protocols.transfer import Download, blob_ref, chunk_hashes
 
 STORM_S, REST_S, END_S = 16.0, 26.0, 32.0  # crashes and losses end; then training; a back-off lasts up to 4 s
@@ -526,7 +526,7 @@ class ProducerNode(Node):
         manifest, held = self.sim.manifest.message, self.held
         if self.generating or held is None or len(self.outbox) > 4 or self.chain.end is not None or self.steps >= STEPS:
             return
-        if self.paced and not admits(self.steps, self.queued, BATCH_GROUPS, held.version, manifest.max_lag):
+        if self.paced and room(self.steps, self.queued, BATCH_GROUPS, held.version, manifest.max_lag) < 1:
             return
         self.generating = True
         self.after(self.rng.uniform(0.2, 1.2), lambda: self.generated(held))

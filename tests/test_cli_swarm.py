@@ -5,13 +5,17 @@ the last part is `swarm sim`. Every command must leave no process behind.
 """
 
 import asyncio
+import hashlib
+import io
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import socket
 import sqlite3
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,25 +23,33 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
 
 from bootstrap.events import Event, read_events
 from bootstrap.folder import RunFolder, open_run
+from protocols.directory import DirectoryRules, RecordKey, RecordKind
 from protocols.envelopes import seal
-from protocols.faults import TransportFault
-from protocols.identity import peer_id_of
+from protocols.faults import PeerFault, TransportFault
 from protocols.manifest import EnvironmentSpec, Manifest, ModelSpec
+from protocols.messages import Announcement, BlobReply, CapacityAd, Heartbeat, PushRollouts, RolloutBatch, encode
+from swarm.directory import Directory
+from swarm.exchange import BLOB_PROTOCOL
+from swarm.host import Host, HostConfig
 from swarm.identity import load_identity
 from swarm.node import Node, NodeConfig, now_ms
 from tests.hosts import free_port
 from tests.hub import Hub, serving, write_tiny_model
 from tests.nodes import LISTEN
 from tests.processes import wait_until
+from tests.samples import STRANGER as STRANGER_KEY
+from tests.samples import STRANGER_ID, envelope_of
 from tests.terminals import Terminal, Terminals, printed, rewrite
 
 pytestmark = pytest.mark.e2e
 
-STRANGER = peer_id_of(bytes(range(32)))
 LOCAL = ("--host", "127.0.0.1", "--port", "0")
 FAST_S = 30.0  # a command that fails at once, on a loaded machine
 
@@ -155,7 +167,7 @@ def silent_port() -> Iterator[int]:
         yield int(listening.getsockname()[1])
 
 
-def at(port: object, peer_id: str = STRANGER) -> str:
+def at(port: object, peer_id: str = STRANGER_ID) -> str:
     return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_id}"
 
 
@@ -515,6 +527,118 @@ def test_b18_the_bootstrap_peer_is_away_for_a_while(in_the_background: Running, 
     wait_until(lambda: all_say("bootstrap reachable", gone_s), 30, swarm.trainer)
     print(f"everybody was linked again {time.time() - back_s:.1f} s after the bootstrap peer was back")
     swarm.goes_on()
+
+
+class Bomb:
+    """Unpickling it writes a file."""
+
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, (f"open({str(self.sentinel)!r}, 'w').close()",)
+
+
+def bombs(sentinel: Path) -> list[bytes]:
+    """A pickle and a PyTorch checkpoint that run code when they are loaded carelessly."""
+    import torch
+
+    checkpoint = io.BytesIO()
+    torch.save({"lora_A": Bomb(sentinel)}, checkpoint)
+    return [pickle.dumps(Bomb(sentinel)), checkpoint.getvalue()]
+
+
+class Mallory:
+    """A member that answers every request and every download with one of the bombs, and counts who asked."""
+
+    def __init__(self, host: Host, payloads: list[bytes]) -> None:
+        self.host = host
+        self.payloads = payloads
+        self.requests = self.downloads = 0
+
+    async def answer(self, _: bytes, __: str) -> bytes:
+        self.requests += 1
+        return self.payloads[self.requests % len(self.payloads)]
+
+    async def upload(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: str) -> None:
+        (size,) = struct.unpack("<I", await reader.readexactly(4))
+        await reader.readexactly(size)
+        payload = self.payloads[self.downloads % len(self.payloads)]
+        reply = encode(BlobReply(True, len(payload), hashlib.sha256(payload).digest()))
+        if self.downloads % 4 < 2:
+            writer.write(struct.pack("<I", len(reply)) + reply + payload)
+        else:
+            writer.write(struct.pack("<I", len(payload)) + payload)
+        self.downloads += 1
+
+    async def attack(self, run: str, peers: list[str]) -> None:
+        """Each bomb bare and under a valid signature, at every door of every peer."""
+        key = STRANGER_KEY
+        directory = await Directory.start(self.host, [DirectoryRules(run)], peers)
+        try:
+            for payload in self.payloads:
+                for peer in peers:
+                    await self._call(peer, payload)
+                    for envelope in (payload, envelope_of(RolloutBatch, payload, key)):
+                        await self._call(peer, encode(PushRollouts(envelope)))
+                    for value in (payload, msgspec.msgpack.encode(payload), envelope_of(CapacityAd, payload, key)):
+                        assert not await self._store(directory, RecordKey(run, RecordKind.PEERS), peer, value)
+            beat = Heartbeat(run=run, session=bytes(16), role="inference", version=10**6)
+            async with asyncio.timeout(60.0):
+                while not (self.downloads >= 8 and self.requests):
+                    for peer in peers:
+                        await self._call(peer, encode(beat))
+                    await asyncio.sleep(0.2)
+            for _ in range(5):  # the first ones may be lost while GossipSub builds its mesh; eight make us an outlaw
+                for payload in self.payloads:
+                    await self.host.publish(f"echo/1/{run}/policy", payload)
+                    await self.host.publish(f"echo/1/{run}/policy", envelope_of(Announcement, payload, key))
+                await asyncio.sleep(0.3)
+        finally:
+            await directory.close()
+
+    async def _call(self, peer: str, raw: bytes) -> None:
+        with suppress(PeerFault, TransportFault):  # refused, and in the end disconnected
+            await self.host.call(peer, raw, 5.0)
+
+    async def _store(self, directory: Directory, key: RecordKey, peer: str, value: bytes) -> bool:
+        protocol = directory._node.protocol
+        where = [DHTID.generate(key.text)]
+        answers = await protocol.call_store(
+            PeerID.from_base58(peer), where, [value], time.time() + 50, subkeys=[self.host.peer_id]
+        )
+        return bool(answers and answers[0])
+
+
+def test_b98_nothing_that_a_peer_sends_is_unpickled(in_the_background: Running, tmp_path: Path) -> None:
+    swarm, sentinel = in_the_background, tmp_path / "sentinel"
+    payloads = bombs(sentinel)
+    pickle.loads(payloads[0])  # noqa: S301  the bomb works
+    assert sentinel.exists()
+    sentinel.unlink()
+    homes = [swarm.run.trainer_home, swarm.home_of("berta"), swarm.home_of("carl")]
+    addresses = [swarm.address, *(events(home, "ready")[-1]["addresses"][0] for home in homes)]
+
+    async def attack() -> Mallory:
+        host = await Host.start(load_identity(tmp_path / "mallory" / "peer.key")[0], HostConfig())
+        mallory = Mallory(host, payloads)
+        try:
+            await host.serve(mallory.answer)
+            await host.serve_stream(BLOB_PROTOCOL, mallory.upload)
+            peers = [await host.connect(address) for address in addresses]
+            await mallory.attack(swarm.run.run, peers)
+        finally:
+            await host.close()
+        return mallory
+
+    begun_s = time.time()
+    mallory = asyncio.run(attack())
+    print(f"answered {mallory.requests} requests and {mallory.downloads} downloads with bombs")
+    assert not sentinel.exists(), "a peer's bytes were executed"
+    swarm.goes_on()
+    assert all(peer.process.poll() is None for peer in (swarm.bootstrap, swarm.trainer, *swarm.members))
+    doors = {event["door"].split()[0] for home in homes for event in events(home, "refused", begun_s)}
+    assert {"request", "dht", "gossip", "blob"} <= doors
 
 
 def test_the_run_ends_and_its_ledger_is_audited(in_the_background: Running, terminals: Terminals) -> None:
