@@ -139,7 +139,7 @@ class Exchange:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(STALL_S):  # askers ask at once; an idle one does not hold a slot for long
+                    async with asyncio.timeout(STALL_S):  # askers ask at once; an idle one holds no slot
                         raw = await _read_frame(reader)
                 except (asyncio.IncompleteReadError, TimeoutError):
                     return
