@@ -219,7 +219,7 @@ class Trainer:
         if parts.chain.version > found:
             await self._load_published()
         newest = max(found, parts.chain.version)
-        if newest < steps:
+        if rows and newest < steps:
             self.node.warn("steps lost", f"{steps} steps were done, but the newest weights are those after {newest}")
         learner.steps = steps
         parts.checkpoints.keep_only({name for _, name, _ in rows})
