@@ -11,11 +11,13 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import socket
 import sqlite3
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -43,10 +46,10 @@ from swarm.node import Node, NodeConfig, now_ms
 from tests.hosts import free_port
 from tests.hub import Hub, serving, write_tiny_model
 from tests.nodes import LISTEN
-from tests.processes import wait_until
+from tests.processes import ROOT, wait_until
 from tests.samples import STRANGER as STRANGER_KEY
 from tests.samples import STRANGER_ID, envelope_of
-from tests.terminals import Terminal, Terminals, printed, rewrite
+from tests.terminals import COMMAND, Terminal, Terminals, printed, rewrite
 
 pytestmark = pytest.mark.e2e
 
@@ -666,3 +669,104 @@ def test_the_run_ends_and_its_ledger_is_audited(in_the_background: Running, term
     bad = terminals.type("audit", bent)
     assert bad.ended_clean() == 1
     assert re.search(r"^problem: entry \d+: ", bad.output, re.MULTILINE), bad.output
+
+
+# ---------------------------------------------------------------------- simulations
+
+
+def sim_home(terminals: Terminals, name: str) -> Path:
+    return terminals.folder / f"sim-{name}"
+
+
+def trained(home: Path, steps: int) -> bool:
+    return len(events(home / "trainer", "step")) >= steps
+
+
+def test_a_peer_is_killed_during_a_simulation_and_nothing_is_lost(terminals: Terminals, tmp_path: Path) -> None:
+    home, report_file = sim_home(terminals, "victim"), tmp_path / "report.json"
+    sim = terminals.type("sim", "--peers", "2", "--steps", "12", "--home", home, "--report", report_file)
+    victim = home / "peer-1"
+    wait_until(lambda: events(victim, "generated") and trained(home, 2), 120, sim)
+    (process,) = [each for each in sim.left_behind() if is_peer(each, victim)]
+    process.kill()
+    assert sim.ended_clean(120) == 0, sim.output
+    report = json.loads(report_file.read_bytes())
+    assert report["audit"]["ok"] is True
+    assert (report["steps"], report["rollouts"]["lost"]) == (12, 0)
+    assert report["warnings"] == ["peer-1 was killed by signal 9"]
+    assert "warning: peer-1 was killed by signal 9" in sim.output
+
+
+def is_peer(process: psutil.Process, home: Path) -> bool:
+    """The peer itself, and not the p2pd it started."""
+    words = process.cmdline()
+    return "--home" in words and words[words.index("--home") + 1] == str(home)
+
+
+def test_ctrl_c_in_the_middle_of_a_simulation(terminals: Terminals) -> None:
+    home = sim_home(terminals, "interrupted")
+    sim = terminals.type("sim", "--peers", "2", "--steps", "1000", "--home", home)
+    wait_until(lambda: trained(home, 2), 120, sim)
+    begun_s = time.monotonic()
+    sim.kill(signal.SIGINT)
+    assert sim.ended_clean(30) == 130, sim.output
+    print(f"everybody was gone {time.monotonic() - begun_s:.1f} s after Ctrl-C")
+    assert "Traceback" not in sim.output
+    assert events(home / "trainer", "final"), "the trainer was not given the time to end well"
+
+
+@pytest.mark.parametrize(("signals", "code"), [((signal.SIGINT, signal.SIGINT), 130), ((signal.SIGKILL,), -9)])
+def test_a_simulation_that_ends_at_once_takes_everybody_along(
+    terminals: Terminals, signals: tuple[int, ...], code: int
+) -> None:
+    home = sim_home(terminals, f"ends-with-{code}")
+    sim = terminals.type("sim", "--peers", "2", "--steps", "1000", "--home", home)
+    wait_until(lambda: events(home / "bootstrap", "ready") and len(sim.left_behind()) >= 6, 60, sim)
+    for number in signals:
+        sim.kill(number)
+        if number == signal.SIGINT:
+            wait_until(lambda: sim.process.poll() is not None or "stopping" in sim.output, 10)
+    begun_s = time.monotonic()
+    assert sim.wait(3) == code, sim.output
+    wait_until(lambda: not sim.left_behind(), 10)
+    print(f"everybody was gone after {time.monotonic() - begun_s:.1f} s")
+
+
+# ---------------------------------------------------------------------- the live view
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_the_live_view_on_a_terminal(terminals: Terminals, tmp_path: Path) -> None:
+    # A real terminal of 100 columns, in colour and UTF-8; what a person sees is what tmux would draw.
+    tmux = ("tmux", "-S", str(tmp_path / "tmux"))
+    line = shlex.join([*COMMAND, "sim", "--steps", "6", "--peers", "2"])
+    environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {
+        "HOME": str(tmp_path),
+        "LC_ALL": "C.UTF-8",
+        "PYTHONPATH": str(ROOT),
+    }
+    shell = f'{line}; echo "exit code $?"; exec sleep 600'
+    subprocess.run([*tmux, "-u", "new-session", "-d", "-x", "100", "-y", "40", shell], env=environment, check=True)
+
+    def seen() -> str:
+        return subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True).stdout
+
+    try:
+        live = wait_until(lambda: (shown := seen()) and re.search(r"step +[1-5]/6", shown) and shown, 120)
+        ended = wait_until(lambda: "exit code" in (shown := seen()) and shown, 120)
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=True)
+    print(live, ended, sep="\n" + "=" * 100 + "\n")
+    rows = [row.split() for row in live.splitlines()]
+    assert ["peer", "role", "version", "tokens/s", "state"] in rows
+    assert [row[1] for row in rows if row[1:2] and row[1] in ("trainer", "inference")] == ["trainer"] + [
+        "inference"
+    ] * 2
+    assert "━" in live
+    assert "reward " in live
+    for heading in ("reward ", "held-out ", "steps      6 of 6", "groups ", "lag ", "bytes ", "audit      ok"):
+        assert any(line.startswith(heading) for line in ended.splitlines()), heading
+    assert "exit code 0" in ended
+    for shown in (live, ended):
+        assert not re.search(r"^!", shown, re.MULTILINE), "a run that goes well warns of nothing"
+        assert not re.search(r"\x1b|\[\d*[A-Za-z]\b|Traceback|Warning|�", shown)
