@@ -134,7 +134,7 @@ class InferencePeer:
 
     async def open(self) -> None:
         """Manifest, model, engine, measured rate, chain, outbox. Raises ValueError, TransportFault."""
-        warm_up = self._in_thread(_import_libraries)
+        warm_up = asyncio.get_running_loop().run_in_executor(self._thread, _import_libraries)  # begins now
         manifest = await self.follower.find_manifest()
         log.info("manifest revision %d of %s", manifest.revision, manifest.run)
         await warm_up
