@@ -41,11 +41,15 @@ async def run_bootstrap(options: BootstrapOptions, on_ready: Callable[[list[str]
         stack.push_async_callback(node.close)
         loops: dict[str, Loop] = {}
         for follower in node.followers.values():
-            loops[f"chain {follower.run}"] = _follow(node, follower)
+            loops[f"follow {follower.run}"] = _follow(node, follower)
         for run in options.runs:
             node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=run)
         on_ready(node.host.addresses)
-        await run_loops(node.loops() | loops, asyncio.Event())
+        try:
+            await run_loops(node.loops() | loops, asyncio.Event())
+        finally:
+            for follower in node.followers.values():
+                await follower.flush()
 
 
 def _follow(node: Node, follower: Follower) -> Loop:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a burst
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
 # Faults that say nothing against whoever we talk to: relays of a forked chain, and peers that are merely busy.
@@ -107,6 +108,8 @@ class Follower:
         self._rng = random.Random(node.session)
         self._catching_up = asyncio.Lock()
         self._head_changed = False
+        self._to_store: dict[int, bytes] = {}
+        """Announcements by version that are not on our disk yet."""
         self._kept_manifest: Sealed[Manifest] | None = None
 
     @property
@@ -127,6 +130,7 @@ class Follower:
             f"heartbeats {self.run}": self._beat_forever,
             f"directory {self.run}": self._keep_directory,
             f"neighbourhood {self.run}": self._keep_neighbourhood,
+            f"chain {self.run}": self._store_chain,
         }
 
     def close(self) -> None:
@@ -247,8 +251,9 @@ class Follower:
         if self.chain is None:
             return False
         match self.chain.extend(sealed):
-            case Extended():  # nobody needs to wait for the disk: what a crash loses here is fetched again
-                await asyncio.gather(self._notify(), self._keep(sealed))
+            case Extended():
+                self._to_store[sealed.message.version] = sealed.raw
+                await self._notify()
                 return True
             case Gap():
                 await self.catch_up(source)
@@ -258,9 +263,19 @@ class Follower:
                 await self._notify()
         return False
 
-    async def _keep(self, sealed: Sealed[Announcement]) -> None:
-        if self.store is not None:
-            await self._on_disk(self.store.extend_chain([(sealed.message.version, sealed.raw)]))
+    async def _store_chain(self) -> None:
+        """Write the chain behind: nobody waits for this disk, and what a crash loses here is fetched again."""
+        while True:
+            await asyncio.sleep(CHAIN_STORE_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """What is verified and still stands goes to the disk, in one transaction."""
+        waiting, self._to_store = self._to_store, {}
+        if self.store is None or self.chain is None or not waiting:
+            return
+        standing = [(version, raw) for version, raw in waiting.items() if _is(self.chain.get(version), raw)]
+        await self._on_disk(self.store.extend_chain(standing))
 
     async def _on_disk(self, work: Awaitable[None]) -> None:
         """A full disk costs what a restart would have known, not this process."""
@@ -390,6 +405,7 @@ class Follower:
 
     async def say_goodbye(self) -> None:
         """A last beat, so that nobody waits for us or takes a quick return for a copy. Bounded, best effort."""
+        await self.flush()
         beat = msgspec.structs.replace(self.beat(), leaving=True)
         peers = [self.node.bootstraps.get(target, target) for target in self._targets()]
         calls = [self.node.ask(peer_id, beat, GOODBYE_S) for peer_id in peers if not peer_id.startswith("/")]
@@ -625,3 +641,7 @@ class Follower:
         others = {peer for peer in others - {self.node.peer_id, *trainers} if not self.ignores(peer)}
         holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
         return self._some(sorted(holders)) + trainers + self._some(sorted(others - holders))
+
+
+def _is(known: Sealed[Announcement] | None, raw: bytes) -> bool:
+    return known is not None and known.raw == raw
