@@ -479,6 +479,10 @@ class Follower:
             self.trainer_step, self.trainer_queued = step, queued
             await self._notify()
 
+    def known_unreachable(self, target: str, fault: TransportFault) -> None:
+        """It did not answer when we joined, and that was said then; it is tried again with every heartbeat."""
+        self._unreachable[target] = fault.code
+
     def _lost(self, target: str, fault: TransportFault) -> None:
         """Say so once; and once more when somebody else answers there: the peer got a new key (case B18)."""
         what = "bootstrap" if target.startswith("/") else "trainer"

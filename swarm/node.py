@@ -169,6 +169,8 @@ class Node:
             raise JoinFault(faults)
         for address, fault in faults:
             self.warn("bootstrap unreachable", f"{address}: {fault}")
+            for follower in self.followers.values():
+                follower.known_unreachable(address, fault)
 
     async def _greet(self, address: str, run: str | None) -> TransportFault | None:
         try:
