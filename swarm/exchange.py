@@ -10,6 +10,7 @@ need no frame of their own.
 import asyncio
 import logging
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +39,9 @@ BLOB_PROTOCOL = f"/{PROTOCOL}/blob"
 STALL_S = 5.0  # no byte for this long is a stall (FIELD: Parallax, Psyche)
 CHUNK_S = 30.0  # for one chunk: 9 KB/s, slower than any link worth waiting for
 CHECKED_AT_ONCE = 4  # chunks hashed on a thread while the next ones arrive; one each would cost more than it saves
+LIED_S = 600.0  # how long a source that sent wrong bytes is asked last
+FAILED_S = 15.0  # the same for one that stalled, closed or had nothing: it may only have been busy
+SHUNNED_MAX = 1024
 UPLOADS_MAX = 32  # at once; 8 MiB of chunks in memory at most
 
 Chunk = tuple[int, bytes]
@@ -54,6 +58,7 @@ class Exchange:
     sent_bytes: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     _uploads: int = 0
+    _shunned_until: dict[str, float] = field(default_factory=dict)
 
     async def start(self) -> None:
         """Begin to serve."""
@@ -70,20 +75,32 @@ class Exchange:
             return here, "disk"
         download = Download(ref)
         tried: list[str] = []
-        for source in sources:
+        for source in self._trusted_first(sources):
             try:
                 await self._fetch_from(download, source)
             except PeerFault as fault:
                 self.refusals[fault.reason] += 1
+                self._shun(source, LIED_S)
                 tried.append(f"{short(source)}: {fault}")
                 log.warning("blob %s: %s sent %s", ref.root.hex()[:12], short(source), fault)
             except (TransportFault, OSError, asyncio.IncompleteReadError) as error:
+                self._shun(source, FAILED_S)
                 tried.append(f"{short(source)}: {str(error) or 'closed'}")
             if download.done:
                 blob = download.blob()
                 await asyncio.to_thread(self.blobs.put_verified, blob, download.hashes)
                 return blob, source
         raise TransportFault("no source", f"blob {ref.root.hex()[:12]}: {'; '.join(tried) or 'nobody to ask'}")
+
+    def _trusted_first(self, sources: Iterable[str]) -> list[str]:
+        """In the order given, those that failed or lied lately last: they are better than nobody."""
+        now_s = time.monotonic()
+        return sorted(sources, key=lambda source: self._shunned_until.get(source, 0.0) > now_s)
+
+    def _shun(self, source: str, for_s: float) -> None:
+        self._shunned_until[source] = time.monotonic() + for_s
+        while len(self._shunned_until) > SHUNNED_MAX:
+            del self._shunned_until[next(iter(self._shunned_until))]
 
     async def _fetch_from(self, download: Download, source: str) -> None:
         async with self._stream(source) as (reader, writer):
