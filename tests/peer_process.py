@@ -42,7 +42,9 @@ def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[byte
             max_steps=arguments.steps,
             max_lag=arguments.max_lag,
             model=ModelSpec(name="builtin", digest=digest),
-            environment=EnvironmentSpec(prompt="{expression}=", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}),
+            environment=EnvironmentSpec(
+                prompt="{expression}=", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+            ),
             sampling=Sampling(group_size=4),
             learning=LearningSpec(batch_groups=arguments.batch),
         )
