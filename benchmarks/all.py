@@ -18,7 +18,7 @@ from benchmarks.figures import Result, table
 
 NAMES = ("announcement", "fetch", "ingest", "trainer_share")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-LIMIT_S = 180.0  # of one benchmark
+LIMIT_S = 300.0  # a guess with room: the longest takes 230 s
 
 
 def section(result: Result) -> str:

@@ -39,7 +39,7 @@ from swarm.tasks import run_loops
 # Peers -> gap between two messages in seconds, drawn anew each time: the messages must not keep step with GossipSub's
 # heartbeat of 0.3 s, nor meet each other. With 2 peers each has a core of its own.
 SWARMS = {2: (0.03, 0.06), 8: (0.04, 0.08), 24: (0.06, 0.12)}
-ANNOUNCEMENTS = 220
+ANNOUNCEMENTS = 420
 WARM_UP = 20  # of these: connections, caches, GossipSub's mesh
 SETTLE_S = 6.0  # the neighbourhood is read, connections made, and the mesh grafted in a few heartbeats
 LAST_S = 3.0  # longer than a heartbeat: what gossip lost has come by then
