@@ -6,14 +6,12 @@ through it when it is back.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocols.messages import CapacityAd
 from swarm.follower import MANIFEST_ASK_S, Follower
-from swarm.identity import load_identity, lock_home
-from swarm.node import Node, NodeConfig, now_ms
+from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.tasks import Loop, run_loops
 
 
@@ -31,14 +29,8 @@ class BootstrapOptions:
 
 async def run_bootstrap(options: BootstrapOptions, on_ready: Callable[[list[str]], None]) -> None:
     """Serve until cancelled. Raises ValueError, TransportFault."""
-    async with AsyncExitStack() as stack:
-        stack.enter_context(lock_home(options.home))
-        identity, _ = load_identity(options.home / "peer.key")
-        config = NodeConfig(
-            role="bootstrap", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
-        )
-        node = await Node.start(identity, options.home, config, options.runs)
-        stack.push_async_callback(node.close)
+    config = NodeConfig(role="bootstrap", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce)
+    async with running(options.home, config, options.runs) as node:
         loops: dict[str, Loop] = {}
         for follower in node.followers.values():
             loops[f"follow {follower.run}"] = _follow(node, follower)

@@ -6,8 +6,10 @@ Without `--home` it is `<user data folder>/echo-swarm/<role>`, so that one perso
 
 from pathlib import Path
 
-KEY_FILE = "peer.key"
-METRICS_FILE = "metrics.jsonl"
+from swarm.identity import KEY_FILE
+from swarm.metrics import FILE_NAME as METRICS_FILE
+
+__all__ = ["KEY_FILE", "METRICS_FILE", "home_of"]
 
 
 def home_of(role: str, given: Path | None) -> Path:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +46,7 @@ from protocols.messages import (
 )
 from protocols.rollouts import pack_floats, pack_ids
 from protocols.staleness import room
-from swarm.identity import load_identity, lock_home
-from swarm.node import Node, NodeConfig, now_ms
+from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.storage import PeerStore
 from swarm.tasks import run_loops
 
@@ -89,25 +88,18 @@ class Loaded:
 
 async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]], None]) -> None:
     """Generate until the run ends, or until cancelled. Raises ValueError, TransportFault."""
-    async with AsyncExitStack() as stack:
-        stack.enter_context(lock_home(options.home))
-        identity, _ = load_identity(options.home / "peer.key")
-        config = NodeConfig(
-            role="inference", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
-        )
-        node = await Node.start(identity, options.home, config, [options.run])
-        stack.push_async_callback(node.close)
-        peer = InferencePeer(node, options)
-        stack.callback(peer.close)
-        await peer.open()
-        node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
-        on_ready(node.host.addresses)
-        loops = {"fetch": peer.fetch, "generate": peer.generate, "push": peer.push, "report": peer.report}
-        try:
-            await run_loops(node.loops() | loops, node.followers[options.run].ended)
-        finally:
-            peer.emit_final()
-            await node.followers[options.run].say_goodbye()
+    config = NodeConfig(role="inference", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce)
+    async with running(options.home, config, [options.run]) as node:
+        with closing(InferencePeer(node, options)) as peer:
+            await peer.open()
+            node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
+            on_ready(node.host.addresses)
+            loops = {"fetch": peer.fetch, "generate": peer.generate, "push": peer.push, "report": peer.report}
+            try:
+                await run_loops(node.loops() | loops, peer.follower.ended)
+            finally:
+                peer.emit_final()
+                await peer.follower.say_goodbye()
 
 
 class InferencePeer:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,8 +32,7 @@ from protocols.manifest import Manifest
 from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat
 from protocols.policy import Chain, Extended
 from protocols.presence import BEAT_S, SILENT_S
-from swarm.identity import load_identity, lock_home
-from swarm.node import Node, NodeConfig, now_ms
+from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.storage import StepRecord, TrainerStore
 from swarm.tasks import run_loops
 
@@ -87,24 +86,18 @@ class Parts:
 
 async def run_trainer(options: TrainerOptions, on_ready: Callable[[list[str]], None]) -> None:
     """Train until max_steps, or until cancelled. Raises ValueError, TransportFault."""
-    async with AsyncExitStack() as stack:
-        stack.enter_context(lock_home(options.home))
-        identity, _ = load_identity(options.home / "peer.key")
-        config = NodeConfig(
-            role="trainer", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce
-        )
-        node = await Node.start(identity, options.home, config, [options.run])
-        stack.push_async_callback(node.close)
-        trainer = Trainer(node, options)
-        stack.callback(trainer.close)
-        await trainer.open()
-        node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
-        on_ready(node.host.addresses)
-        try:
-            await run_loops(node.loops() | {"train": trainer.train, "peers": trainer.show_peers}, trainer.done)
-        finally:
-            await trainer.emit_final()
-            await trainer.follower.say_goodbye()
+    config = NodeConfig(role="trainer", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce)
+    async with running(options.home, config, [options.run]) as node:
+        with closing(Trainer(node, options)) as trainer:
+            await trainer.open()
+            node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
+            on_ready(node.host.addresses)
+            loops = {"train": trainer.train, "peers": trainer.show_peers}
+            try:
+                await run_loops(node.loops() | loops, trainer.done)
+            finally:
+                await trainer.emit_final()
+                await trainer.follower.say_goodbye()
 
 
 class Trainer:

@@ -21,6 +21,7 @@ from protocols.identity import key_file_bytes, key_from_file_bytes, peer_id_of, 
 
 log = logging.getLogger(__name__)
 
+KEY_FILE = "peer.key"  # in a peer's home
 KEY_FILE_BYTES_MAX = 4096  # an identity is 68 bytes; more than a page is some other file
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

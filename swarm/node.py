@@ -13,8 +13,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,7 +47,7 @@ from swarm.directory import Directory
 from swarm.exchange import Exchange
 from swarm.follower import Follower
 from swarm.host import Host, HostConfig
-from swarm.identity import Identity
+from swarm.identity import KEY_FILE, Identity, load_identity, lock_home
 from swarm.metrics import Metrics
 from swarm.storage import PeerStore
 from swarm.tasks import Loop
@@ -316,3 +316,18 @@ class Node:
 def now_ms() -> int:
     """Wall clock, milliseconds since 1970."""
     return int(time.time() * 1000)
+
+
+@asynccontextmanager
+async def running(home: Path, config: NodeConfig, runs: Sequence[str]) -> AsyncIterator[Node]:
+    """The node of a process: alone on its home, with the identity that lies there, closed behind the block.
+
+    Raises ValueError for a home that cannot be used, TransportFault when the swarm cannot be reached.
+    """
+    with lock_home(home):
+        identity, _ = load_identity(home / KEY_FILE)
+        node = await Node.start(identity, home, config, runs)
+        try:
+            yield node
+        finally:
+            await node.close()
