@@ -60,6 +60,7 @@ PUSH_TIMEOUT_S = 15.0
 PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
 FETCH_RETRY_S = 1.0
 RATE_WINDOW_S = 1.0
+RATE_GAIN = 0.1  # the advertised rate is a running mean over about ten calls
 
 T = TypeVar("T")
 _group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
@@ -242,9 +243,9 @@ class InferencePeer:
             if self.loaded is None or num_groups < 1:
                 continue
             counters = range(self._next_counter, self._next_counter + num_groups)
-            started_s = time.monotonic()
+            started_s, tokens = time.monotonic(), self.generated["tokens"]
             groups = await self._in_thread(self._make_groups, counters, self.loaded)
-            self._adapt(time.monotonic() - started_s)
+            self._adapt(time.monotonic() - started_s, self.generated["tokens"] - tokens)
             await self._keep(groups)
 
     async def _until_allowed(self) -> None:
@@ -270,8 +271,12 @@ class InferencePeer:
         depth = min(manifest.max_lag, manifest.publish_every)
         return room(steps, queued, batch, loaded.version, depth)
 
-    def _adapt(self, elapsed_s: float) -> None:
-        """Keep calls near their target length, and a fraction of the batch that a step consumes: fresher, fairer."""
+    def _adapt(self, elapsed_s: float, num_tokens: int) -> None:
+        """Keep the advertised rate measured, and calls near their target length and a fraction of a step's batch."""
+        rate = num_tokens / elapsed_s
+        self.tokens_per_s = (
+            rate if self.tokens_per_s is None else self.tokens_per_s + RATE_GAIN * (rate - self.tokens_per_s)
+        )
         limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
         if elapsed_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
@@ -416,7 +421,7 @@ class InferencePeer:
         )
 
     async def report(self) -> None:
-        """Emit the rate of the last second while generating, and keep the advertised one measured."""
+        """Emit the rate of the last second while generating."""
         before, before_s = self.generated["tokens"], time.monotonic()
         while True:
             await asyncio.sleep(RATE_WINDOW_S)
