@@ -1,4 +1,4 @@
-# make setup   install into .venv              make demo    a whole swarm on this machine, about two minutes
+# make setup   install into .venv              make demo    a whole swarm on this machine, about a minute
 # make test    lint, types, all tests          make bench   figures beside their yardsticks (docs/benchmarks.md)
 # make slow    the long versions of tests      make matrix  install beside other packages (case B110)
 # make clean   remove what the others made

@@ -75,10 +75,6 @@ ADVICE = {
         "the run exists, but its trainer has not published it yet",
         "start the trainer (`swarm train run.toml`), or wait for its owner to do so",
     ),
-    "no trainer": Advice(
-        "the run's trainer cannot be reached",
-        "ask the run's owner whether the trainer is running; start again when it is",
-    ),
     "port in use": Advice(
         "another process listens on this port",
         "stop it, or choose another with --port (0 takes any free one)",
@@ -118,10 +114,6 @@ ADVICE = {
     "equivocation": Advice(
         "the trainer signed two different versions under one number",
         "do not train on: tell the run's owner, who must publish a manifest with another trainer key",
-    ),
-    "wrong weights": Advice(
-        "the base model on this machine is not the one that the run uses",
-        "remove the model from the local cache and let it be fetched again, or ask the owner which revision is meant",
     ),
 }
 

@@ -18,6 +18,8 @@ from protocols.identity import peer_id_of, public_bytes, run_id_of
 from protocols.manifest import Manifest
 from swarm.identity import Identity, load_identity
 
+_GITIGNORE = "# keys, and what peers keep beside them, are nobody else's business\n*\n!run.toml\n!.gitignore\n"
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -70,8 +72,10 @@ def create_run(root: Path, template: RunConfig) -> RunFolder:
             raise ValueError(f"{path} exists: choose another folder, nothing is overwritten")
     # Values that did not come from a file (options of the command line) are checked as if they had.
     decode_config(render_config(msgspec.structs.replace(template, trainers=(peer_id_of(bytes(32)),))), "run.toml")
+    run_id_of(template.name, bytes(32))
     owner, _ = load_identity(root / "owner.key")
     trainer, _ = load_identity(root / "trainer" / KEY_FILE)
     config = msgspec.structs.replace(template, trainers=(trainer.peer_id,))
     (root / "run.toml").write_text(render_config(config), encoding="utf-8")
+    (root / ".gitignore").write_text(_GITIGNORE, encoding="utf-8")
     return RunFolder(root, config, owner)

@@ -30,6 +30,7 @@ DEFAULT_PORT = 31415  # of bootstrap peers, so that a restarted one has the addr
 DEFAULT_PEERS = 2
 PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
 DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
+ENGINES, ENGINES_TO_COME = ("auto", "transformers"), ("vllm", "mlx")
 MODES_TO_COME = ("sequential", "auto")
 
 
@@ -59,7 +60,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Home = Annotated[Path | None, typer.Option("--home", help="Folder of this peer's key and data.", show_default=False)]
+Home = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        help="Folder of this peer's key and data; a second peer on one machine needs its own.",
+        show_default="one a role",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log everything.")]
 Host = Annotated[str, typer.Option("--host", help="IP address to listen on; 0.0.0.0 is all of this machine's.")]
@@ -73,6 +81,14 @@ Announce = Annotated[
     typer.Option("--announce", metavar="MULTIADDR", help="Address to tell others, such as a forwarded port."),
 ]
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="As `swarm init` wrote it.", show_default=False)]
+
+
+def _check_engines(engines: Sequence[str]) -> None:
+    for engine in engines:
+        if engine in ENGINES_TO_COME:
+            raise ValueError(f"engine {engine!r} comes later: use auto or transformers")
+        if engine not in ENGINES:
+            raise ValueError(f"there is no engine {engine!r}: use auto or transformers")
 
 
 def _show_version(wanted: bool) -> None:
@@ -101,7 +117,7 @@ def _common(
 ) -> None:
     """Train a language model together: a peer-to-peer swarm for reinforcement learning.
 
-    [bold]See it work[/bold] on this machine alone, in three minutes:
+    [bold]See it work[/bold] on this machine alone, in a minute:
 
         swarm sim
 
@@ -150,6 +166,10 @@ def init(
     common = _merged(ctx, None, as_json, debug)
     from bootstrap.config import RunConfig, environment_spec
     from bootstrap.folder import create_run
+    from peers.environments.load import load_environment
+
+    if ":" not in environment:
+        load_environment(environment_spec(environment))  # a typo is told here, not at the start of the trainer
 
     template = RunConfig(
         name=name or folder.absolute().name.lower().replace("_", "-").replace(" ", "-"),
@@ -287,7 +307,7 @@ def join(  # noqa: PLR0913
     invite: Annotated[
         str, typer.Argument(metavar="INVITE", help="'<address>#<run id>', in quotes.", show_default=False)
     ],
-    engine: Annotated[str, typer.Option(help="What generates: auto, transformers, vllm or mlx.")] = "auto",
+    engine: Annotated[str, typer.Option(help="What generates: auto or transformers.")] = "auto",
     allow_code: Annotated[
         list[str] | None,
         typer.Option("--allow-code", metavar="NAME", help="Run this code of the run's owner, `module:function`."),
@@ -311,11 +331,14 @@ def join(  # noqa: PLR0913
     from bootstrap.invite import parse_invite
 
     invited = parse_invite(invite)
+    _check_engines((engine,))
     where, announced = _listen_addresses(listen, host, port), _own_addresses(announce)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported, which is later
     home = home_of("inference", common.home)
     _announce_identity(home, common)
+
+    typer.echo(f"looking for {invited.run} ...", err=common.json)
 
     def on_ready(_: Sequence[str]) -> None:
         typer.echo(f"joined {invited.run}; Ctrl-C leaves", err=common.json)
@@ -365,6 +388,7 @@ def sim(  # noqa: PLR0913
     if mode != "async":
         known = f"mode {mode!r} comes later" if mode in MODES_TO_COME else f"there is no mode {mode!r}"
         raise ValueError(f"{known}: use --mode async")
+    _check_engines(engine.split(","))
     if report is not None and not report.absolute().parent.is_dir():
         raise ValueError(f"{report}: its folder does not exist")
     from bootstrap.config import ModelSection, RunConfig, environment_spec
@@ -388,6 +412,8 @@ def sim(  # noqa: PLR0913
     _print_report(result, common)
     if common.home is not None or keep:
         typer.echo(f"kept in    {root}", err=common.json)
+    if report is not None:
+        typer.echo(f"report     {report}", err=common.json)
     if result["audit"]["ok"] is not True:
         raise typer.Exit(FAILED)
 

@@ -133,11 +133,12 @@ def _generated(events: Sequence[Event]) -> int | None:
 
 def _evaluation(trainer: Sequence[Event]) -> dict[str, Any]:
     measured = [event for event in trainer if event["event"] == "eval"]
-    first, last = measured[:1], measured[1:][-1:]
+    before = next((event for event in measured if event.get("step") == 0), {})
+    after = next((event for event in reversed(measured) if event.get("step")), {})
     return {
-        "before": first[0].get("greedy") if first else None,
-        "after": last[0].get("greedy") if last else None,
-        "problems": first[0].get("problems") if first else None,
+        "before": before.get("greedy"),
+        "after": after.get("greedy"),
+        "problems": (before or after).get("problems"),
     }
 
 
@@ -163,8 +164,8 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for people, in a few lines."""
     reward, measured, rollouts, lag, audit = (report[key] for key in ("reward", "eval", "rollouts", "lag", "audit"))
     verdict = {True: "ok", None: "not possible"}.get(audit["ok"], "FAILED")
-    ends = ("stale", "duplicate", "invalid", "lost")
-    outcomes = [f"{rollouts[key]} {key}" for key in ends if rollouts[key] is not None]
+    ends = ("no_signal", "stale", "stale_in_queue", "duplicate", "invalid", "unused", "lost")
+    outcomes = [f"{rollouts[key]} {key}".replace("_", " ") for key in ends if rollouts[key] or key == "lost"]
     problems = "" if measured["problems"] is None else f"   ({measured['problems']} problems, greedy)"
     traffic = [f"{key} {size(count)}" for key, count in report["bytes"].items() if count is not None]
     lines = [

@@ -134,8 +134,8 @@ class PlainLines:
 def describe(event: Event) -> str | None:
     """One line about an event; None for those that are for machines only."""
     match event:
-        case {"event": "ready", "addresses": addresses}:
-            return f"in the swarm, listening on {', '.join(addresses) or 'nothing'}"
+        case {"event": "ready", "addresses": addresses, "run": run}:
+            return f"in the swarm of {run}, listening on {', '.join(addresses) or 'nothing'}"
         case {"event": "step", "step": step, "skipped": str(reason)}:
             return f"step {step} skipped: {reason}"
         case {"event": "step", "step": step}:
@@ -155,7 +155,9 @@ def describe(event: Event) -> str | None:
             return f"warning: {' '.join(text.split())}"
         case {"event": "final"}:
             counts = event.get("counts") or event.get("receipts") or {}
-            return "done: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            version = event.get("version")
+            at = "" if version is None else f" at v{version}"
+            return f"done{at}: " + (", ".join(f"{n} {name}" for name, n in counts.items() if n) or "nothing was sent")
         case _:
             return None
 

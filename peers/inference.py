@@ -145,6 +145,9 @@ class InferencePeer:
         for peer_id in self.node.bootstraps.values():
             await self.follower.catch_up(peer_id)
         await self.follower.read_head()
+        if self.follower.ended.is_set():
+            assert self.follower.chain is not None
+            self.node.warn("run ended", f"run {manifest.run} has ended at version {self.follower.chain.version}")
 
     def _load(self, manifest: Manifest) -> None:
         from peers.engines.measure import measure_tokens_per_s

@@ -146,6 +146,7 @@ class Trainer:
         self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
         await self._restore()
         await record.restore(chain, self.learner.steps)
+        await self._refuse_ended(record, manifest)
         self.follower.progress = lambda: (ingest.steps_done, intake.queued)
         self.follower.beat = self._beat
         self.follower.capacity = self._capacity
@@ -171,6 +172,15 @@ class Trainer:
             version = max((unseal(raw, Announcement).message.version for raw in await self.store.chain()), default=-1)
             await record.set_manifest(new, version)
         return new.message
+
+    async def _refuse_ended(self, record: Record, manifest: Manifest) -> None:
+        """A run that has ended can be announced again, but not gone on with."""
+        end = await record.end()
+        if end is not None and manifest.max_steps > end.message.version:
+            raise ValueError(
+                f"run {manifest.run} has ended at version {end.message.version}, and max_steps cannot extend it: "
+                "`swarm init` a new run"
+            )
 
     async def _open_chain(self) -> Chain:
         """Our own chain from disk; refused when the swarm knows a longer one signed by this key (case B45)."""
@@ -327,7 +337,10 @@ class Trainer:
             except TimeoutError:
                 queued, wanted = parts.intake.queued, parts.intake.batch_groups
                 alive = len(self.node.sessions.alive(time.monotonic()))
-                self.node.warn("waiting for rollouts", f"{queued} of {wanted} groups queued, {alive} peers alive")
+                self.node.warn(
+                    "waiting for rollouts",
+                    f"{queued} of {wanted} groups queued, {alive} peers alive; give others the line to join with",
+                )
 
     async def _set_stale(self, groups: Sequence[Queued]) -> None:
         await self.parts.store.set_state([group.digest for group in groups], "stale", self.learner.steps)

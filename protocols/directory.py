@@ -155,7 +155,9 @@ class DirectoryRules:
             raise PeerFault("sender is not the subkey")
         if sealed.message.run != self.run:
             raise PeerFault("foreign run")
-        if self.manifest is None or subkey not in self.manifest.message.trainers:
+        if self.manifest is None:
+            raise PeerFault("no manifest yet")
+        if subkey not in self.manifest.message.trainers:
             raise PeerFault("not a trainer")
         if sealed.message.version < self._head_version.get(subkey, 0):
             raise PeerFault("old head")

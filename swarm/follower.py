@@ -78,11 +78,11 @@ Progress = tuple[int | None, int | None]
 class Follower:
     """One run, as one node sees it."""
 
-    def __init__(self, node: "Node", rules: DirectoryRules, store: PeerStore | None) -> None:
+    def __init__(self, node: "Node", rules: DirectoryRules) -> None:
         self.node = node
         self.rules = rules
         self.run = rules.run
-        self.store = store
+        self.store: PeerStore | None = None
         self.chain: Chain | None = None
         self.ended = asyncio.Event()
         self.changed = asyncio.Condition()

@@ -55,6 +55,8 @@ from swarm.tasks import Loop
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 8.0  # a TCP and a TLS handshake across the world take 1 s; a black hole must not cost a minute
+# Refusals of honest neighbours: records of another run of the same swarm, and of one whose manifest is on its way.
+UNREMARKABLE = {("dht", "unknown key"), ("dht", "no manifest yet")}
 LAG_PROBE_S = 0.02
 LAG_REPORT_S = 5.0
 
@@ -135,13 +137,14 @@ class Node:
         self._resources.push_async_callback(self.host.close)
         self.exchange = Exchange(self.host, BlobStore(self.home / "blobs"))
         rules = [DirectoryRules(run) for run in runs]
-        for each in rules:
-            store = PeerStore(self.home / f"{each.run}.sqlite") if self.config.role != "trainer" else None
-            self.followers[each.run] = Follower(self, each, store)
+        self.followers = {each.run: Follower(self, each) for each in rules}
         await self.host.serve(self._serve)
         if self.config.bootstrap:
             # A bootstrap peer links with others whatever runs they serve; everybody else comes for one run.
             await self._join(None if self.config.role == "bootstrap" else runs[0])
+        if self.config.role != "trainer":  # a trainer brings its own; a run that is not there leaves no file
+            for follower in self.followers.values():
+                follower.store = PeerStore(self.home / f"{follower.run}.sqlite")
         self.directory = await Directory.start(self.host, rules, list(self.bootstraps.values()))
         self._resources.push_async_callback(self.directory.close)
         await self.exchange.start()
@@ -299,7 +302,7 @@ class Node:
             await asyncio.sleep(BEAT_S)
             for door, counter in self._doors().items():
                 for reason, count in counter.items():
-                    if shown.get((door, reason)) != count:
+                    if shown.get((door, reason)) != count and (door, reason) not in UNREMARKABLE:
                         shown[door, reason] = count
                         self.metrics.emit("refused", door=door, reason=reason, count=count)
             now_s = time.monotonic()

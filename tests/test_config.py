@@ -157,6 +157,7 @@ def test_a_manifest_that_could_not_be_published_is_refused_before_it_is_signed()
 def test_a_new_run_has_its_files_and_its_trainer(tmp_path: Path) -> None:
     run = create_run(tmp_path / "sums", RunConfig(name="sums", trainers=(), environment=DEMO_ENVIRONMENT))
     assert sorted(path.relative_to(run.root).as_posix() for path in run.root.rglob("*")) == [
+        ".gitignore",
         "owner.key",
         "run.toml",
         "trainer",

@@ -279,7 +279,10 @@ def test_the_report_of_a_whole_run() -> None:
     assert "reward     0.050 -> 0.975" in text
     assert "held-out   20.0% -> 60.0%   (50 problems, greedy)" in text
     assert "steps      20 of 20 in 12 s" in text
-    assert "102 generated, 70 trained, 4 stale, 5 duplicate, 1 invalid, 3 lost" in text
+    assert (
+        "102 generated, 70 trained, 8 no signal, 4 stale, 6 stale in queue, 5 duplicate, 1 invalid, 3 unused, 3 lost"
+        in text
+    )
     assert text.endswith("audit      ok")
 
 
@@ -558,3 +561,8 @@ def test_no_child_outlives_the_simulation(options: SimOptions, tmp_path: Path, n
         wait_until(lambda: not set(living(options.home)) & set(children))
         for pid in helpers:  # they stand for p2pd, which ends by itself when its parent is gone
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_came_back_has_no_accuracy_from_before_the_first_step() -> None:
+    resumed = [event("eval", step=60, greedy=0.86, problems=50)]
+    assert build_report(ABOUT, [resumed], None)["eval"] == {"before": None, "after": 0.86, "problems": 50}

@@ -1,4 +1,4 @@
-"""Rules that a machine can check (STYLE habits 0, 1, 2, 7, 14 and case B98)."""
+"""Rules that a machine can check (case B98)."""
 
 import ast
 from collections.abc import Iterator
