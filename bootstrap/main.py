@@ -31,6 +31,7 @@ DEFAULT_PEERS = 2
 PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
 DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
 ENGINES, ENGINES_TO_COME = ("auto", "transformers"), ("vllm", "mlx")
+TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
 MODES_TO_COME = ("sequential", "auto")
 
 
@@ -522,18 +523,18 @@ def _run_sim(options: Any, common: Common) -> dict[str, Any]:
         async def work() -> None:
             results.append(await simulate(options, state, screen))
 
-        _run_to_end(work)
+        _run_to_end(work, terminated=TERMINATED)
     return results[0]
 
 
-def _run_to_end(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _run_to_end(work: Callable[[], Coroutine[Any, Any, None]], terminated: int = 0) -> None:
     """Run to the end, or to the first SIGINT, SIGTERM or SIGHUP, which cancels; the second ends the process at once."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         received = runner.run(_until_signal(work()))
     if received is not None:
-        raise typer.Exit(INTERRUPTED if received == signal.SIGINT else 0)
+        raise typer.Exit(INTERRUPTED if received == signal.SIGINT else terminated)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int | None:
@@ -575,7 +576,10 @@ def _print_report(report: dict[str, Any], common: Common) -> None:
 
 def main() -> None:
     """The console script."""
-    app(prog_name="swarm")
+    try:
+        app(prog_name="swarm")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -223,9 +223,8 @@ class InferencePeer:
         try:
             await self._in_thread(self.engine.load_adapter, loaded.version, adapter)
         except PeerFault as fault:
-            self.node.warn("bad adapter", f"v{loaded.version}: {fault}; staying at the version before")
-            self.loaded = Loaded(loaded.version, b"")  # not tried again, and not generated with
             self._offered = None
+            self._distrust(loaded, fault)
             return
         self.loaded, self._offered = loaded, None
         load_s = round(time.monotonic() - started_s, 4)
@@ -234,6 +233,11 @@ class InferencePeer:
         kept = self.follower.chain.entries[-VERSIONS_KEPT:]
         roots = {entry.message.adapter.keyframe.root for entry in kept}
         await asyncio.to_thread(self.node.exchange.blobs.keep_only, roots)
+
+    def _distrust(self, loaded: Loaded, fault: PeerFault) -> None:
+        """A version that cannot be generated with: not tried again, the next one will be."""
+        self.node.warn("bad adapter", f"v{loaded.version}: {fault}; waiting for the next version")
+        self.loaded = Loaded(loaded.version, b"")
 
     # ------------------------------------------------------------------ generation
 
@@ -245,9 +249,14 @@ class InferencePeer:
             num_groups = min(self._call_groups, self._room())
             if self.loaded is None or num_groups < 1:
                 continue
+            self._next_counter = max(self._next_counter, self.follower.next_counter)
             counters = range(self._next_counter, self._next_counter + num_groups)
             started_s, tokens = time.monotonic(), self.generated["tokens"]
-            groups = await self._in_thread(self._make_groups, counters, self.loaded)
+            try:
+                groups = await self._in_thread(self._make_groups, counters, self.loaded)
+            except PeerFault as fault:
+                self._distrust(self.loaded, fault)
+                continue
             self._adapt(time.monotonic() - started_s, self.generated["tokens"] - tokens)
             await self._keep(groups)
 
@@ -471,8 +480,8 @@ def _decode_checked(blob: bytes, digest: bytes) -> dict[str, Any]:
 
 
 def _first_counter() -> int:
-    """Where a peer without memory begins: seconds since 2020, so that one that lost its disk but not its key goes on
-    above every counter it used before (no peer starts a group a second for years)."""
+    """Where a peer without memory begins: seconds since 2020. One that lost its disk but not its key is thus above most
+    counters it used before; the trainer's answers to its heartbeats lift it over the rest."""
     return int(time.time()) - 1_577_836_800
 
 

@@ -104,6 +104,7 @@ class Ingest:
         self.lock = asyncio.Lock()
         self.refusals: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingest")
+        self._judging: set[asyncio.Task[Reply]] = set()
 
     async def push(self, request: PushRollouts, peer_id: str) -> Reply:
         """The node's handler of PushRollouts."""
@@ -113,9 +114,11 @@ class Ingest:
             self._admit(peer_id, groups)  # before the work
             loop = asyncio.get_running_loop()
             checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, groups)
-            async with self.lock:
-                self._admit(peer_id, groups)  # and after it: pushes that are checked side by side add up
-                return await self._judge(peer_id, checked)
+            # Whoever hangs up now must not tear apart what goes into memory and what goes onto the disk.
+            judging = asyncio.create_task(self._judge_alone(peer_id, groups, checked))
+            self._judging.add(judging)
+            judging.add_done_callback(self._judging.discard)
+            return await asyncio.shield(judging)
         except PeerFault as fault:
             self.refusals[fault.reason] += 1
             log.info("push of %s refused: %s", short(peer_id), fault)
@@ -142,6 +145,11 @@ class Ingest:
 
     def _check_all(self, peer_id: str, groups: tuple[RolloutGroup, ...]) -> list[Checked]:
         return [self.checker.check(peer_id, group, self.chain) for group in groups]
+
+    async def _judge_alone(self, peer_id: str, groups: tuple[RolloutGroup, ...], checked: list[Checked]) -> Reply:
+        async with self.lock:
+            self._admit(peer_id, groups)  # again: pushes that were checked side by side add up
+            return await self._judge(peer_id, checked)
 
     async def _judge(self, peer_id: str, checked: list[Checked]) -> Reply:
         receipts: list[GroupReceipt] = []
@@ -182,7 +190,8 @@ class Ingest:
         )
 
     def close(self) -> None:
-        """No more pushes are checked."""
+        """No more pushes are taken."""
+        self.closed = True
         self._thread.shutdown(cancel_futures=True)
 
 

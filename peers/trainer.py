@@ -148,6 +148,7 @@ class Trainer:
         await record.restore(chain, self.learner.steps)
         await self._refuse_ended(record, manifest)
         self.follower.progress = lambda: (ingest.steps_done, intake.queued)
+        self.follower.next_counter_of = intake.next_counter
         self.follower.beat = self._beat
         self.follower.capacity = self._capacity
         node.on_push = ingest.push
@@ -174,7 +175,10 @@ class Trainer:
         return new.message
 
     async def _refuse_ended(self, record: Record, manifest: Manifest) -> None:
-        """A run that has ended can be announced again, but not gone on with."""
+        """A run that has ended can be announced again, but not gone on with; nor can one end before its last step."""
+        steps, version = self.learner.steps, self.parts.chain.version
+        if manifest.max_steps < steps or (manifest.max_steps == steps and 0 <= version < steps):
+            raise ValueError(f"max_steps = {manifest.max_steps}: {steps} steps are done; give at least {steps + 1}")
         end = await record.end()
         if end is not None and manifest.max_steps > end.message.version:
             raise ValueError(
@@ -523,7 +527,7 @@ class Trainer:
 
 
 def _refuse_change_of_kind(old: Manifest, new: Manifest) -> None:
-    """A run's bound, seed, base model and adapter shape are for its whole life; ValueError names what changed."""
-    for name in ("max_lag", "seed", "model", "lora"):
+    """What stored groups and running peers depend on is for a run's whole life; ValueError names what changed."""
+    for name in ("max_lag", "seed", "model", "lora", "environment", "sampling"):
         if getattr(old, name) != getattr(new, name):
             raise ValueError(f"{name}: this run began with another one, and it is fixed; start a new run to change it")

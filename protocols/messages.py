@@ -229,6 +229,8 @@ class HeartbeatReply(Struct, frozen=True, tag="heartbeat-reply", kw_only=True):
     step: Count | None = None
     queued: Count | None = None
     ended: bool = False
+    next_counter: Count | None = None
+    """The trainer's: the lowest counter that the asker has not used."""
 
 
 class ManifestRequest(Struct, frozen=True, tag="manifest-request"):

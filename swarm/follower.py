@@ -96,6 +96,9 @@ class Follower:
             run=self.run, session=node.session, role=node.config.role
         )
         self.progress: Callable[[], Progress] = lambda: (None, None)
+        self.next_counter_of: Callable[[str], int | None] = lambda peer_id: None
+        self.next_counter = 0
+        """The lowest counter that we have not used, as the trainer knows it."""
         self.holders: dict[str, int] = {}
         """Version that each neighbour said it holds."""
         self.ads: dict[str, Sealed[CapacityAd]] = {}
@@ -168,8 +171,12 @@ class Follower:
 
     async def _stored_manifest(self) -> None:
         raw = await self.store.meta("manifest") if self.store is not None and self.rules.manifest is None else None
-        if raw is not None:
+        if raw is None:
+            return
+        try:
             self.rules.learn(check_manifest(raw, self.run))
+        except PeerFault as fault:
+            self.node.warn("damaged chain", f"the stored manifest: {fault}; it is fetched again")
 
     async def _ask_manifest(self, peer_id: str) -> bool:
         """False when the peer says that it does not serve this run."""
@@ -466,6 +473,8 @@ class Follower:
         return peer_id
 
     async def _on_reply(self, peer_id: str, reply: HeartbeatReply) -> None:
+        if reply.next_counter is not None and peer_id in self._trainers():
+            self.next_counter = max(self.next_counter, reply.next_counter)
         if reply.step is not None and peer_id in self._trainers():
             await self.trainer_said(reply.step, reply.queued)
         if self.chain is None:

@@ -269,6 +269,7 @@ class Node:
             step=step,
             queued=queued,
             ended=follower.ended.is_set(),
+            next_counter=follower.next_counter_of(peer_id),
         )
 
     # ------------------------------------------------------------------ loops

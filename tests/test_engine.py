@@ -259,3 +259,17 @@ def test_tokens_per_second_are_measured() -> None:
     assert measure_tokens_per_s(engine, PROMPTS, Sampling(max_new_tokens=4)) > 10
     with pytest.raises(ValueError, match="at least one prompt"):
         measure_tokens_per_s(engine, [], Sampling())
+
+
+def test_weights_that_lead_to_no_probabilities_are_the_adapters_fault() -> None:
+    draw = _Draw(1.0, torch.Generator())
+    good_RV = torch.zeros(2, 5)
+    draw(good_RV)
+    for value in (float("nan"), float("inf")):
+        bad_RV = good_RV.clone()
+        bad_RV[1, 2] = value
+        with pytest.raises(PeerFault, match="adapter gives no probabilities"):
+            draw(bad_RV)
+    masked_RV = good_RV.clone()
+    masked_RV[0, 1:] = float("-inf")
+    assert draw(masked_RV)[0][0].item() == 0, "a token that is impossible is no fault"

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -212,6 +213,29 @@ async def test_a_lost_receipt_costs_nothing_the_same_push_is_a_duplicate_and_tra
     assert await door.states() == {"queued": BATCH}
 
 
+async def test_a_producer_that_hangs_up_at_any_moment_tears_nothing_apart(door: Door) -> None:
+    # Goal: whenever the call is given up, what the intake counts as queued is on disk.
+    # Method: hang up after 0, 1, 2, ... turns of the loop, with the database's thread held back meanwhile.
+    for turns in range(24):
+        hold = threading.Event()
+        door.store._thread.submit(hold.wait)
+        push = asyncio.create_task(door.reply(group(counter=turns)))
+        for _ in range(turns):
+            await asyncio.sleep(0.001 if turns % 2 else 0)
+        push.cancel()
+        await asyncio.gather(push, return_exceptions=True)
+        hold.set()
+        await asyncio.gather(*door.ingest._judging)
+        assert door.intake.queued == (await door.states()).get("queued", 0)
+        if door.intake.queued >= BATCH:
+            batch = door.intake.take(0)
+            assert batch is not None
+            assert len(await door.ingest.training_groups([each.digest for each in batch.groups])) == BATCH
+            await door.store.set_state([each.digest for each in batch.groups], "no_signal", 0)
+            door.intake.settle("no_signal")
+    assert door.intake.counts["accepted"] > 0
+
+
 async def test_another_group_under_a_used_counter_is_not_taken(door: Door) -> None:
     assert await door.outcomes(group()) == [("accepted", "")]
     assert await door.outcomes(group(rewards=(0.5, None))) == [("duplicate", "counter used")]
@@ -287,6 +311,7 @@ class Producer:
             self.said.append((step, queued))
 
         follower: Any = SimpleNamespace(
+            next_counter=0,
             chain=None,
             manifest=manifest(trainers=(TRAINER_ID,)),
             refusals=Counter(),

@@ -4,11 +4,21 @@ import msgspec
 import pytest
 
 from peers.trainer import _refuse_change_of_kind
-from protocols.manifest import LoraSpec
+from protocols.manifest import EnvironmentSpec, LoraSpec
+from protocols.messages import Sampling
 from tests.samples import manifest
 
 
-@pytest.mark.parametrize(("field", "value"), [("max_lag", 9), ("seed", 77), ("lora", LoraSpec(r=2))])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_lag", 9),
+        ("seed", 77),
+        ("lora", LoraSpec(r=2)),
+        ("sampling", Sampling(group_size=3)),
+        ("environment", EnvironmentSpec(prompt="{question}!")),
+    ],
+)
 def test_what_a_run_is_cannot_change_after_its_start(field: str, value: object) -> None:
     before = manifest()
     after = msgspec.structs.replace(before, **{field: value})

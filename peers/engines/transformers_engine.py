@@ -23,6 +23,7 @@ from peers.engines import Completion
 from peers.models.base import BaseModel
 from peers.models.lora import attach_lora, lora_parameters, write_adapter
 from protocols.adapters import Adapter
+from protocols.faults import PeerFault
 from protocols.manifest import LoraSpec
 from protocols.messages import Sampling
 
@@ -116,6 +117,8 @@ class _Draw:
         if self._generator is None:
             ids_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
         else:
+            if not logprobs_RV.isfinite().any(dim=-1).all() or logprobs_RV.isnan().any():
+                raise PeerFault("adapter gives no probabilities")  # its values are finite, what they lead to is not
             ids_R1 = torch.multinomial(logprobs_RV.exp(), 1, generator=self._generator)
         return ids_R1, logprobs_RV.gather(-1, ids_R1)
 
