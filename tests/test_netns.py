@@ -78,7 +78,7 @@ def test_b05_the_printed_line_works_on_another_machine(machines: tuple[Machine, 
     trainer = terminals.type_line(train_line, wrap=here.inside)
     assert trainer.ended_clean(120) == 0, trainer.output
     assert member.ended_clean(30) == 0, member.output
-    assert re.search(r"done: \d+ accepted", member.output), member.output
+    assert re.search(r"done at v\d+: \d+ accepted", member.output), member.output
     assert "audit      ok" in trainer.lines()
 
 
