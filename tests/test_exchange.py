@@ -1,6 +1,7 @@
 """Blobs between hosts: sources that cut, lie, stall or go, and what a disk does (cases B26, B27, B30, B31)."""
 
 import asyncio
+import itertools
 import random
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,6 +32,8 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[
 async def exchanges(folder: Path, count: int) -> AsyncIterator[list[Exchange]]:
     """Linked hosts with a blob store each; the first one asks, the second holds BLOB, the others are the test's."""
     async with hosts(folder, count) as linked:
+        pairs = itertools.combinations(linked, 2)  # each with each: finding a way takes p2pd a moment
+        await asyncio.gather(*(one.connect(other.addresses[0], 10.0) for one, other in pairs))
         made = [Exchange(host, BlobStore(folder / f"blobs{number}")) for number, host in enumerate(linked)]
         await made[1].start()
         made[1].blobs.put(BLOB)
