@@ -149,10 +149,6 @@ class Directory:
         """Other nodes in the routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
-    def add_rules(self, rules: DirectoryRules) -> None:
-        """Store and read the records of one more run."""
-        self._validator.add(rules)
-
     async def _join(self, peer: str) -> None:
         try:
             peer_id = await self._host.connect(peer) if peer.startswith("/") else peer

@@ -1,10 +1,10 @@
 """Loops that live and die together."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NoReturn
 
-Loop = Callable[[], Awaitable[None]]
+Loop = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Finished(BaseException):
@@ -24,16 +24,12 @@ async def run_loops(loops: Mapping[str, Loop], done: asyncio.Event) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             for name, loop in loops.items():
-                tasks.create_task(_forever(name, loop), name=name)
+                tasks.create_task(loop(), name=name)
             tasks.create_task(finish(), name="finish")
     except BaseExceptionGroup as group:
         leaf = _first_leaf(group)
         if not isinstance(leaf, _Finished):
             raise leaf from None
-
-
-async def _forever(name: str, loop: Loop) -> None:
-    await loop()
 
 
 def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
