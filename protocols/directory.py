@@ -4,6 +4,7 @@
     <run>/manifest            -             Manifest, by owner    10 min, republished by every peer
     <run>/head                trainer id    newest Announcement   10 min, refreshed each minute
     <run>/peers/<shard>       peer id       CapacityAd            60 s, renewed each 20 s
+    <run>/coordinator         candidate id  Lease                 the manifest's lease_s, renewed four times
 
 Every storing node runs these rules, bootstrap peers included, and every reader runs them again. The DHT
 keeps the record with the latest expiry, so a record that claims to live longer than its kind allows is
@@ -16,11 +17,12 @@ from enum import StrEnum
 from functools import lru_cache
 
 from protocols import PROTOCOL
+from protocols.election import check_term
 from protocols.envelopes import M, Sealed, unseal
 from protocols.faults import PeerFault
 from protocols.identity import public_of, run_id_of
 from protocols.manifest import Manifest
-from protocols.messages import Announcement, CapacityAd
+from protocols.messages import Announcement, CapacityAd, Lease
 from protocols.msgpack_guard import unwrap_bin
 
 SKEW_S = 3.0  # hivemind refuses peers whose clock is further off than this
@@ -31,6 +33,7 @@ PEER_LIFE_S = 60.0
 PEER_RENEW_S = 20.0  # a third of the lifetime: two lost renewals do not hide a peer
 PEERS_PER_SHARD_MAX = 4096  # at about 300 B a record; then the next power of two of shards is due
 SHARD_BYTES_MAX = 1536 * 1024  # of values; with subkeys and expiries a full shard stays under hivemind's 2 MiB message
+LEASE_LIFE_MAX_S = 600.0  # the longest lease_s a manifest may ask for
 VERIFIED_MAX = 4096  # envelopes whose signature need not be checked again (0.25 ms each): one full shard
 
 
@@ -40,6 +43,7 @@ class RecordKind(StrEnum):
     MANIFEST = "manifest"
     HEAD = "head"
     PEERS = "peers"
+    COORDINATOR = "coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class DirectoryRules:
 
     def keys(self) -> list[RecordKey]:
         """Every key these rules accept: all that 256 shards could need."""
-        fixed = [RecordKey(self.run, RecordKind.MANIFEST), RecordKey(self.run, RecordKind.HEAD)]
+        fixed = [RecordKey(self.run, kind) for kind in RecordKind if kind is not RecordKind.PEERS]
         return fixed + [RecordKey(self.run, RecordKind.PEERS, shard) for shard in range(256)]
 
     def learn(self, sealed: Sealed[Manifest]) -> bool:
@@ -144,10 +148,42 @@ class DirectoryRules:
                 self._check_head(raw, subkey or "")
             case RecordKind.PEERS:
                 self._check_peer(key, raw, subkey or "", expires_s, now_s)
+            case RecordKind.COORDINATOR:
+                self._check_lease(raw, subkey or "", expires_s, now_s)
 
-    @staticmethod
-    def _life_s(kind: RecordKind) -> float:
-        return PEER_LIFE_S if kind is RecordKind.PEERS else MANIFEST_LIFE_S
+    def check_lease(self, sealed: Sealed[Lease], now_s: float) -> None:
+        """Raises PeerFault unless this lease may be believed, in the DHT or in gossip (case B48)."""
+        said = sealed.message
+        if said.run != self.run:
+            raise PeerFault("foreign run")
+        if self.manifest is None:
+            raise PeerFault("no manifest yet")
+        if sealed.sender not in self.manifest.message.eligible:
+            raise PeerFault("not eligible")
+        if not now_s - SKEW_S <= said.until_ms / 1000 <= now_s + self.lease_s + SKEW_S:
+            raise PeerFault("bad expiry", f"lease until {said.until_ms / 1000 - now_s:.0f} s from now")
+        check_term(said.term, now_s + SKEW_S)
+
+    @property
+    def lease_s(self) -> float:
+        """The run's lease; the longest possible before the manifest is known."""
+        return self.manifest.message.coordination.lease_s if self.manifest is not None else LEASE_LIFE_MAX_S
+
+    def _life_s(self, kind: RecordKind) -> float:
+        match kind:
+            case RecordKind.PEERS:
+                return PEER_LIFE_S
+            case RecordKind.COORDINATOR:
+                return self.lease_s
+        return MANIFEST_LIFE_S
+
+    def _check_lease(self, raw: bytes, subkey: str, expires_s: float, now_s: float) -> None:
+        sealed = _verified(raw, Lease)
+        if sealed.sender != subkey:
+            raise PeerFault("sender is not the subkey")
+        self.check_lease(sealed, now_s)
+        if expires_s > sealed.message.until_ms / 1000 + SKEW_S:
+            raise PeerFault("bad expiry", "the record outlives its lease")
 
     def _check_head(self, raw: bytes, subkey: str) -> None:
         sealed = _verified(raw, Announcement)

@@ -27,6 +27,8 @@ from protocols.messages import (
     UNARY_BYTES_MAX,
     Announcement,
     CapacityAd,
+    Directive,
+    Lease,
     Receipt,
     RolloutBatch,
     RunEnd,
@@ -40,6 +42,8 @@ KINDS: dict[type[Struct], tuple[str, int]] = {
     CapacityAd: ("capacity", 4096),
     RolloutBatch: ("rollouts", UNARY_BYTES_MAX - 1024),  # fits into PushRollouts
     Receipt: ("receipt", UNARY_BYTES_MAX - 1024),
+    Lease: ("lease", 512),
+    Directive: ("directive", 512),
 }
 
 M = TypeVar("M", bound=Struct)

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from protocols import PROTOCOL
 from protocols.messages import UNARY_BYTES_MAX, Count, Digest, Label, Millis, PeerId, RunId, Sampling
+from protocols.presence import BEAT_S
 
 # A group travels in one message of 1 MiB: 8 bytes a sampled token (id and log-probability), and at most 128 KiB of
 # prompt (PROMPT_TOKENS_MAX in protocols/rollouts.py), labels and lengths.
@@ -74,6 +75,27 @@ class LearningSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Leave completions that ran into max_new_tokens out of the loss (their reward still counts in the baseline)."""
 
 
+class CoordinationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who generates when, and what becomes of rollouts that are not of the newest version (DESIGN section 9)."""
+
+    mode: Literal["async", "sequential", "auto"] = "async"
+    """`async`: peers generate on credits; `sequential`: when the trainer calls; `auto`: the coordinator picks."""
+    refresh_gap: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Sequential mode: a peer whose version is further behind than this fetches before it generates."""
+    stale: Literal["drop", "downweight"] = "drop"
+    """What is over the bound is always dropped. `downweight`: what is within it counts less the older it is."""
+    lease_s: Annotated[float, Meta(gt=0.0, le=600.0)] = 10.0
+    """How long a coordinator leads without a sign of life."""
+    coordinators: Annotated[tuple[PeerId, ...], Meta(max_length=64)] = ()
+    """Who may be elected besides the trainers: bootstrap peers."""
+
+    def __post_init__(self) -> None:
+        if self.lease_s < 3 * BEAT_S:
+            raise ValueError(
+                f"lease_s = {self.lease_s:g} is under three beats ({3 * BEAT_S:g} s): two lost beats would end a lease"
+            )
+
+
 class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
     """One run."""
 
@@ -95,6 +117,7 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
     learning: LearningSpec = msgspec.field(default_factory=LearningSpec)
+    coordination: CoordinationSpec = msgspec.field(default_factory=CoordinationSpec)
 
     def __post_init__(self) -> None:
         if self.max_lag < self.publish_every - 1:
@@ -102,9 +125,28 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
                 f"publish_every {self.publish_every} needs max_lag >= {self.publish_every - 1}: between two versions "
                 "the newest grows that old, and nothing could be consumed"
             )
+        gap = self.coordination.refresh_gap
+        if gap > self.max_lag:
+            raise ValueError(f"coordination.refresh_gap {gap} is over max_lag {self.max_lag}")
+        if self.coordination.mode != "async" and gap < self.publish_every - 1:
+            raise ValueError(
+                f"publish_every {self.publish_every} needs coordination.refresh_gap >= {self.publish_every - 1} "
+                f"in mode {self.coordination.mode}: between two versions the newest grows that old"
+            )
         tokens = self.sampling.group_size * self.sampling.max_new_tokens
         if tokens > GROUP_TOKENS_MAX:
             raise ValueError(
                 f"sampling: a group of {self.sampling.group_size} x {self.sampling.max_new_tokens} tokens cannot be "
                 f"delivered in one message; group_size * max_new_tokens is at most {GROUP_TOKENS_MAX}"
             )
+
+    @property
+    def eligible(self) -> frozenset[str]:
+        """Who may lead: the trainers, and whom the owner named."""
+        return frozenset(self.trainers) | frozenset(self.coordination.coordinators)
+
+    @property
+    def depth(self) -> int:
+        """How many steps ahead of the trainer peers may generate: one version, so that the pipeline does not sit at
+        the bound (docs/design.md, section 9)."""
+        return min(self.max_lag, self.publish_every)

@@ -3,9 +3,11 @@
 Unknown fields are ignored, so that a newer peer may add one; unknown tags are refused. A tag is never
 reused. Three families:
 
-    signed    Manifest, Announcement, RunEnd, CapacityAd, RolloutBatch, Receipt     (in an envelope)
-    request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts         (unary call)
-    reply     HelloReply, HeartbeatReply, Envelopes, Refused                        (unary answer)
+    signed    Manifest, Announcement, RunEnd, CapacityAd, RolloutBatch, Receipt,
+              Lease, Directive                                                      (in an envelope)
+    request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts,
+              RoundCall, StatusRequest                                              (unary call)
+    reply     HelloReply, HeartbeatReply, Envelopes, Refused, RoundReply, Status    (unary answer)
     stream    BlobRequest, BlobReply                                                (blob stream)
 
 Streams and calls are authenticated by libp2p, so only what outlives them is signed.
@@ -28,6 +30,9 @@ PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern=r"^[1-9A-HJ-N
 RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern=r"^[a-z0-9][a-z0-9-]{0,63}-[a-z2-7]{16}\Z")]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # no NaN, no infinity
 Label = Annotated[str, Meta(max_length=128)]
+Term = Annotated[int, Meta(ge=0, lt=2**32)]  # an election number; how fast it may rise is checked in protocols/election
+Mode = Literal["sequential", "async"]
+Role = Literal["bootstrap", "trainer", "inference"]
 
 # Sizes. A unary message over hivemind's 2 MiB limit never arrives; GossipSub loses messages over about 1 MiB
 # without a word; DESIGN section 5 keeps gossip under 16 KiB so that it stays fast for everybody else.
@@ -37,6 +42,8 @@ RECORD_BYTES_MAX = 16 * 1024  # the manifest is the largest DHT value; it is a f
 CHAIN_PAGE_MAX = 256  # announcements an answer; about 1 KB each
 METRICS_MAX = 32
 PAGE_ENVELOPES_MAX = 1024
+SOURCES_MAX = 4  # peers that an answer names as sources of the head; a fetch asks three
+STATUS_PEERS_MAX = 2048  # rows of a status, about 300 B each: well under a unary message
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +121,7 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
 
     run: RunId
     session: Session
-    role: Literal["bootstrap", "trainer", "inference"]
+    role: Role
     issued_ms: Millis
     engine: Label | None = None
     device: Label | None = None
@@ -126,6 +133,8 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
     formats: tuple[Label, ...] = ("raw",)
     version: Version | None = None
     load: Finite | None = None
+    online: bool = True
+    """False in a peer's last word: it has left."""
     addresses: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
 
     def __post_init__(self) -> None:
@@ -186,6 +195,28 @@ class Receipt(Struct, frozen=True, tag="receipt"):
     """Accepted groups that wait to be consumed."""
 
 
+class Lease(Struct, frozen=True, tag="lease"):
+    """A candidate is alive (`standby`), or claims to lead in `term` (`claimed`), until then (DESIGN section 9)."""
+
+    run: RunId
+    term: Term
+    state: Literal["claimed", "standby"]
+    until_ms: Millis
+
+
+class Directive(Struct, frozen=True, tag="directive", kw_only=True):
+    """A coordinator's order to all: its beacon, each beat. Counts for whoever has seen no higher (term, number)."""
+
+    run: RunId
+    term: Term
+    number: Count
+    """Rises with every directive of a term."""
+    mode: Mode
+    min_version: Version
+    """Peers below it fetch before they generate."""
+    issued_ms: Millis
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """The first words of a peer: who it is for, which protocol it speaks, what time it has."""
 
@@ -208,20 +239,51 @@ class HelloReply(Struct, frozen=True, tag="hello-reply"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat", kw_only=True):
-    """A peer's state, every two seconds, to the bootstrap peers and to the trainer."""
+    """A peer's state, to the coordinator, the trainers and its bootstrap peers.
+
+    Every two seconds, and at once when there is news that changes what the peer may do. Unknown is None, never 0.
+    """
 
     run: RunId
     session: Session
-    role: Literal["bootstrap", "trainer", "inference"]
+    role: Role
     version: Version | None = None
+    """What an inference peer generates with; the head of anybody else."""
     tokens_per_s: Finite | None = None
+    groups_per_s: Finite | None = None
+    """Measured while generating."""
+    refresh_s: Finite | None = None
+    """How long the last version took from its announcement until the engine had it."""
+    oldest: Version | None = None
+    """The oldest version that a group in flight was begun with."""
+    started: Count = 0
+    """Groups begun in this session; what credits are counted in."""
+    in_flight: Count = 0
+    """Groups that are being generated."""
     outbox: Count = 0
+    """Groups without a receipt."""
+    accepted: Count | None = None
+    """Groups of this session that receipts called accepted; the trainer's: that it accepted."""
+    stale: Count | None = None
+    """Likewise, at the door or in the queue."""
+    step: Count | None = None
+    """The trainer's: optimizer steps done."""
+    queued: Count | None = None
+    """The trainer's: accepted groups that wait to be consumed."""
+    step_s: Finite | None = None
+    """The trainer's: seconds of a step, without waiting for rollouts."""
+    wanted: Count | None = None
+    """The trainer's: groups that it waits for right now, because peers generate on their own."""
     leaving: bool = False
     """The peer's last beat: it goes now."""
 
 
 class HeartbeatReply(Struct, frozen=True, tag="heartbeat-reply", kw_only=True):
-    """`head`, `step` and `queued` are None where the answering peer does not know them."""
+    """None where the answering peer does not know.
+
+    `limit` and `sources` count only from the coordinator of the highest term, `step`, `queued`, `wanted` and
+    `next_counter` only from a trainer.
+    """
 
     verdict: Verdict
     now_ms: Millis
@@ -231,6 +293,17 @@ class HeartbeatReply(Struct, frozen=True, tag="heartbeat-reply", kw_only=True):
     ended: bool = False
     next_counter: Count | None = None
     """The trainer's: the lowest counter that the asker has not used."""
+    wanted: Count | None = None
+    """The trainer's: groups that it waits for right now, because peers generate on their own."""
+    term: Term | None = None
+    coordinator: PeerId | None = None
+    """Who leads in `term`, as the answering peer knows."""
+    directive: Annotated[bytes, Meta(max_length=1024)] | None = None
+    """The coordinator's newest, in its envelope, when the answering peer has one."""
+    limit: Count | None = None
+    """The coordinator's credit: groups of this session that the asker may have begun."""
+    sources: Annotated[tuple[PeerId, ...], Meta(max_length=SOURCES_MAX)] = ()
+    """Peers that hold the head."""
 
 
 class ManifestRequest(Struct, frozen=True, tag="manifest-request"):
@@ -250,6 +323,27 @@ class PushRollouts(Struct, frozen=True, tag="push"):
     envelope: bytes
 
 
+class RoundCall(Struct, frozen=True, tag="round", kw_only=True):
+    """The trainer calls for rollouts (sequential mode): make `count` groups for round `number`, all calls together.
+
+    Saying it again changes nothing; a lower count than before means that the rest was given to others.
+    """
+
+    run: RunId
+    number: Count
+    version: Version
+    """The head that the round is for."""
+    refresh_gap: Count
+    """A peer whose version is further behind `version` fetches first."""
+    count: Count
+
+
+class StatusRequest(Struct, frozen=True, tag="status-request"):
+    """Anybody's question: how is the run?"""
+
+    run: RunId
+
+
 class Envelopes(Struct, frozen=True, tag="envelopes"):
     """Signed things somebody asked for, oldest first."""
 
@@ -264,6 +358,58 @@ class Refused(Struct, frozen=True, tag="refused"):
     """The request was understood and will not be served."""
 
     reason: Label
+
+
+class RoundReply(Struct, frozen=True, tag="round-reply"):
+    """How many groups of the round the peer has taken on, all calls together; fewer than asked: it can do no more."""
+
+    taken: Count
+
+
+class PeerStatus(Struct, frozen=True, kw_only=True):
+    """One peer as the answering peer sees it: its own words in its last beat, and how long ago that was."""
+
+    peer_id: PeerId
+    role: Role
+    silent_s: Finite
+    version: Version | None = None
+    engine: Label | None = None
+    device: Label | None = None
+    tokens_per_s: Finite | None = None
+    groups_per_s: Finite | None = None
+    in_flight: Count = 0
+    outbox: Count = 0
+    credit: Count | None = None
+    """Groups it may still begin; None where the answering peer does not lead."""
+    accepted: Count | None = None
+    stale: Count | None = None
+
+
+class Status(Struct, frozen=True, tag="status", kw_only=True):
+    """A run as the answering peer sees it."""
+
+    run: RunId
+    now_ms: Millis
+    max_lag: Count
+    max_steps: Count
+    mode: Mode | None = None
+    """None in `auto`, before a coordinator has chosen."""
+    head: Version | None = None
+    step: Count | None = None
+    queued: Count | None = None
+    ended: bool = False
+    term: Term | None = None
+    coordinator: PeerId | None = None
+    """Who leads; None when nobody is known to."""
+    leading: bool = False
+    """The answering peer is the coordinator."""
+    vacant_s: Finite | None = None
+    """For how long nobody has led, as far as the answering peer knows."""
+    accepted: Count | None = None
+    stale: Count | None = None
+    peers: Annotated[tuple[PeerStatus, ...], Meta(max_length=STATUS_PEERS_MAX)] = ()
+    left_out: Count = 0
+    """Peers that did not fit."""
 
 
 class BlobRequest(Struct, frozen=True, tag="blob-request"):
@@ -283,9 +429,9 @@ class BlobReply(Struct, frozen=True, tag="blob-reply"):
     hashes: bytes = b""
 
 
-Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt
-Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts
-Reply = HelloReply | HeartbeatReply | Envelopes | Refused
+Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt | Lease | Directive
+Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts | RoundCall | StatusRequest
+Reply = HelloReply | HeartbeatReply | Envelopes | Refused | RoundReply | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
