@@ -64,7 +64,7 @@ class Round:
     def peers(self, rates: Mapping[str, float | None], now_s: float) -> list[Call]:
         """Who is there now, with their rates. Newcomers get work; who is not named any more loses what it owes."""
         for peer_id, rate in rates.items():
-            worker = self._workers.setdefault(peer_id, _Worker(rate or 1.0, progress_s=now_s))
+            worker = self._workers.setdefault(peer_id, _Worker(rate if rate and rate > 0 else 1.0, progress_s=now_s))
             worker.present = True
         for peer_id, worker in self._workers.items():
             if peer_id not in rates and worker.present:
@@ -78,6 +78,7 @@ class Round:
         worker = self._workers.get(peer_id)
         if worker is not None:
             worker.delivered += count
+            worker.asked = max(worker.asked, worker.delivered)
             worker.progress_s = now_s
             worker.barred_until_s = 0.0
         return self._share(now_s)
