@@ -3,12 +3,12 @@
     run.toml --load_config--> RunConfig --to_manifest--> Sealed[Manifest]
              <--render_config--
 
-Sections and fields are those of `protocols/manifest.py`. A typo, a wrong type, or values that do not go
-together are a ValueError of one line that names the file and the field.
+Sections and fields are those of `protocols/manifest.py`, which also checks what must go together. A typo, a
+wrong type, or values that do not go together are a ValueError of one line that names the file and the field.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from protocols.envelopes import KINDS, Sealed, seal
 from protocols.faults import PeerFault
 from protocols.identity import RUN_NAME, public_bytes, public_of, run_id_of
-from protocols.manifest import EnvironmentSpec, LearningSpec, LoraSpec, Manifest, ModelSpec
+from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, LoraSpec, Manifest, ModelSpec
 from protocols.messages import Count, PeerId, Sampling
 
 # What `swarm init` and `swarm sim` begin with: sums that the built-in model half knows (peers/models/train_builtin.py).
@@ -66,19 +66,16 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
     learning: LearningSpec = msgspec.field(default_factory=LearningSpec)
+    coordination: CoordinationSpec = msgspec.field(default_factory=CoordinationSpec)
     network: NetworkSection = msgspec.field(default_factory=NetworkSection)
     evaluation: EvaluationSection = msgspec.field(default_factory=EvaluationSection)
 
     def __post_init__(self) -> None:
         if not RUN_NAME.match(self.name):
             raise ValueError(f"name {self.name!r}: use lower-case letters, digits and '-', at most 64, no '-' first")
-        self._check_trainers()
-        if self.publish_every - 1 > self.max_lag:
-            # Between two publications the newest version grows publish_every - 1 steps old: past the bound
-            # nothing could be consumed, and the next version would never come.
-            raise ValueError(
-                f"publish_every = {self.publish_every} needs max_lag >= {self.publish_every - 1}, it is {self.max_lag}"
-            )
+        _check_ids("trainers", self.trainers)
+        _check_ids("coordination.coordinators", self.coordination.coordinators)
+        _manifest(self)  # its own checks: they hold for every manifest, wherever it comes from
         if self.publish_every > self.max_steps:
             raise ValueError(f"publish_every = {self.publish_every} is over max_steps = {self.max_steps}")
         if len(set(self.lora.targets)) < max(1, len(self.lora.targets)):
@@ -92,14 +89,15 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if not isinstance(value, str | bool | float) and not (isinstance(value, int) and abs(value) < 2**63):
                 raise ValueError(f"{path}: use numbers, strings, true, false, lists and tables only")
 
-    def _check_trainers(self) -> None:
-        for trainer in self.trainers:
-            try:
-                public_of(trainer)
-            except PeerFault:
-                raise ValueError(f"trainers: {trainer!r} is not the peer id of an Ed25519 key") from None
-        if len(set(self.trainers)) < len(self.trainers):
-            raise ValueError("trainers: one peer id stands there twice")
+
+def _check_ids(path: str, peer_ids: Sequence[str]) -> None:
+    for peer_id in peer_ids:
+        try:
+            public_of(peer_id)
+        except PeerFault:
+            raise ValueError(f"{path}: {peer_id!r} is not the peer id of an Ed25519 key") from None
+    if len(set(peer_ids)) < len(peer_ids):
+        raise ValueError(f"{path}: one peer id stands there twice")
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -133,14 +131,40 @@ def environment_spec(name: str) -> EnvironmentSpec:
 
 
 def to_manifest(
-    config: RunConfig, owner_key: Ed25519PrivateKey, revision: int, issued_ms: int, model_digest: bytes | None
+    config: RunConfig,
+    owner_key: Ed25519PrivateKey,
+    revision: int,
+    issued_ms: int,
+    model_digest: bytes | None,
+    coordinators: Sequence[str] = (),
 ) -> Sealed[Manifest]:
-    """The manifest of this configuration, signed. Raises ValueError when it is too large to be published."""
-    manifest = Manifest(
+    """The manifest of this configuration, signed. Raises ValueError when it is too large to be published.
+
+    `coordinators` may be elected where the configuration names nobody: the trainer's bootstrap peers.
+    """
+    coordination = config.coordination
+    if not coordination.coordinators:
+        coordination = msgspec.structs.replace(coordination, coordinators=tuple(coordinators))
+    manifest = msgspec.structs.replace(
+        _manifest(config, model_digest),
         run=run_id_of(config.name, public_bytes(owner_key)),
         revision=revision,
-        trainers=config.trainers,
         issued_ms=issued_ms,
+        coordination=coordination,
+    )
+    size, size_max = len(msgspec.msgpack.encode(manifest)), KINDS[Manifest][1] - _ENVELOPE_BYTES
+    if size > size_max:
+        raise ValueError(f"the manifest is {size} bytes, at most {size_max} fit: shorten environment.params")
+    return seal(owner_key, manifest)
+
+
+def _manifest(config: RunConfig, model_digest: bytes | None = None) -> Manifest:
+    """What the file says, of no run yet. Raises ValueError when its fields do not go together."""
+    return Manifest(
+        run="",
+        revision=0,
+        issued_ms=0,
+        trainers=config.trainers,
         description=config.description,
         seed=config.seed,
         max_lag=config.max_lag,
@@ -151,11 +175,8 @@ def to_manifest(
         sampling=config.sampling,
         lora=config.lora,
         learning=config.learning,
+        coordination=config.coordination,
     )
-    size, size_max = len(msgspec.msgpack.encode(manifest)), KINDS[Manifest][1] - _ENVELOPE_BYTES
-    if size > size_max:
-        raise ValueError(f"the manifest is {size} bytes, at most {size_max} fit: shorten environment.params")
-    return seal(owner_key, manifest)
 
 
 # What each field means, for `swarm init`. Key: dotted path. A test holds this table and the types together.
@@ -192,6 +213,22 @@ COMMENTS = {
     "learning.kl_beta": "Weight of the KL penalty towards the base model; 0.0 turns it off.",
     "learning.max_grad_norm": "Gradients are scaled down to this norm.",
     "learning.mask_truncated": "Leave completions that ran into max_new_tokens out of the loss.",
+    "coordination.mode": (
+        "When peers generate. `async`: all the time, as far ahead as they have credit. `sequential`: when the trainer "
+        "calls. `auto`: the coordinator picks by measured rates."
+    ),
+    "coordination.refresh_gap": (
+        "In sequential mode: a peer whose version is more steps behind than this fetches the newest first; "
+        "at most max_lag."
+    ),
+    "coordination.stale": (
+        "Rollouts over max_lag are dropped in any case. `drop`: those within it count in full; "
+        "`downweight`: 1 / (1 + lag) each."
+    ),
+    "coordination.lease_s": "Seconds that a coordinator leads without a sign of life; at least 6, three heartbeats.",
+    "coordination.coordinators": (
+        "Peer ids that may be elected besides the trainers; none: the bootstrap peers that the trainer starts with."
+    ),
     "network.bootstrap": 'Addresses of bootstrap peers, as `swarm bootstrap` prints them: ["/ip4/.../p2p/..."].',
     "evaluation.problems": "Held-out problems that the trainer answers greedily; 0 measures nothing.",
     "evaluation.every": "Steps between two measurements; 0 measures before the first step and after the last.",

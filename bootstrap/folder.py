@@ -6,6 +6,7 @@ DIR/trainer/           home of the run's trainer, with its peer.key
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import msgspec
 from bootstrap.config import RunConfig, decode_config, load_config, render_config, to_manifest
 from bootstrap.home import KEY_FILE
 from protocols.envelopes import Sealed
-from protocols.identity import peer_id_of, public_bytes, run_id_of
+from protocols.faults import PeerFault
+from protocols.identity import peer_id_of, public_bytes, public_of, run_id_of
 from protocols.manifest import Manifest
 from swarm.identity import Identity, load_identity
 
+COORDINATORS_MAX = 64  # that a manifest may name
 _GITIGNORE = "# keys, and what peers keep beside them, are nobody else's business\n*\n!run.toml\n!.gitignore\n"
 
 
@@ -44,9 +47,29 @@ class RunFolder:
         """Home of the trainer that `swarm init` made."""
         return self.root / "trainer"
 
-    def make_manifest(self, model_digest: bytes, revision: int) -> Sealed[Manifest]:
-        """The manifest, signed by the owner. Raises ValueError when it is too large to be published."""
-        return to_manifest(self.config, self.owner.key, revision, int(time.time() * 1000), model_digest)
+    def make_manifest(self, model_digest: bytes, revision: int, bootstrap: Iterable[str] = ()) -> Sealed[Manifest]:
+        """The manifest, signed by the owner. Raises ValueError when it is too large to be published.
+
+        Where run.toml names no coordinators, the bootstrap peers at these addresses may be elected.
+        """
+        issued_ms = int(time.time() * 1000)
+        return to_manifest(self.config, self.owner.key, revision, issued_ms, model_digest, peer_ids(bootstrap))
+
+
+def peer_ids(addresses: Iterable[str]) -> list[str]:
+    """The peers at the ends of these multiaddresses, as many as a manifest may name; sorted, so that the order in
+    which they are typed makes no new revision. Left out is whoever could not sign a lease: keys other than Ed25519.
+    """
+    found = {address.rpartition("/p2p/")[2] for address in addresses}
+    return sorted(filter(_can_sign, found))[:COORDINATORS_MAX]
+
+
+def _can_sign(peer_id: str) -> bool:
+    try:
+        public_of(peer_id)
+    except PeerFault:
+        return False
+    return True
 
 
 def open_run(path: Path) -> RunFolder:

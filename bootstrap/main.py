@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,8 @@ PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
 DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
 ENGINES, ENGINES_TO_COME = ("auto", "transformers"), ("vllm", "mlx")
 TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
-MODES_TO_COME = ("sequential", "auto")
+BOOTSTRAPS_MAX = 8  # a guess: the election of a simulation has seen enough failures by then
+MODES, STALE = ("async", "sequential", "auto"), ("drop", "downweight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ def _check_engines(engines: Sequence[str]) -> None:
             raise ValueError(f"engine {engine!r} comes later: use auto or transformers")
         if engine not in ENGINES:
             raise ValueError(f"there is no engine {engine!r}: use auto or transformers")
+
+
+def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"there is no {option} {value!r}: use --{option} {' or '.join(choices)}")
 
 
 def _show_version(wanted: bool) -> None:
@@ -287,7 +294,7 @@ def train(  # noqa: PLR0913
         home=home,
         run=run.run,
         model=run.config.model.name,
-        make_manifest=run.make_manifest,
+        make_manifest=partial(run.make_manifest, bootstrap=addresses),
         bootstrap=addresses,
         listen=where,
         announce=announced,
@@ -363,8 +370,13 @@ def sim(  # noqa: PLR0913
     ctx: typer.Context,
     peers: Annotated[int, typer.Option(min=1, max=PEERS_MAX, help="Inference peers.")] = DEFAULT_PEERS,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT_STEPS,
-    mode: Annotated[str, typer.Option(help="How rollouts reach the trainer: async.")] = "async",
+    bootstraps: Annotated[int, typer.Option(min=1, max=BOOTSTRAPS_MAX, help="Bootstrap peers.")] = 1,
+    mode: Annotated[str, typer.Option(help="When peers generate: async, sequential or auto.")] = "async",
     max_lag: Annotated[int, typer.Option("--max-lag", min=0, help="The staleness bound.")] = 4,
+    refresh_gap: Annotated[
+        int, typer.Option("--refresh-gap", min=0, help="Steps that a peer may be behind in sequential mode.")
+    ] = 0,
+    stale: Annotated[str, typer.Option(help="Older rollouts within the bound: drop or downweight.")] = "drop",
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",
@@ -386,14 +398,14 @@ def sim(  # noqa: PLR0913
         swarm sim --peers 3 --steps 100 --max-lag 2 --report report.json
     """
     common = _merged(ctx, home, as_json, debug)
-    if mode != "async":
-        known = f"mode {mode!r} comes later" if mode in MODES_TO_COME else f"there is no mode {mode!r}"
-        raise ValueError(f"{known}: use --mode async")
+    _check_choice("mode", mode, MODES)
+    _check_choice("stale", stale, STALE)
     _check_engines(engine.split(","))
     if report is not None and not report.absolute().parent.is_dir():
         raise ValueError(f"{report}: its folder does not exist")
     from bootstrap.config import ModelSection, RunConfig, environment_spec
     from bootstrap.sim import SimOptions
+    from protocols.manifest import CoordinationSpec
 
     config = RunConfig(
         name="sim",
@@ -403,10 +415,12 @@ def sim(  # noqa: PLR0913
         max_steps=steps,
         model=ModelSection(name=model),
         environment=environment_spec(environment),
+        coordination=CoordinationSpec(mode=mode, refresh_gap=refresh_gap, stale=stale),
     )
     with ExitStack() as stack:
         root = _sim_home(common.home, keep, stack)
-        options = SimOptions(home=root, config=config, peers=peers, engines=tuple(engine.split(",")))
+        engines = tuple(engine.split(","))
+        options = SimOptions(home=root, config=config, peers=peers, engines=engines, bootstraps=bootstraps)
         result = _run_sim(options, common)
     if report is not None:
         report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

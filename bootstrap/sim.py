@@ -1,9 +1,9 @@
 """`swarm sim`: a whole swarm of real processes on this machine, on loopback.
 
-    create_run -> bootstrap -> trainer and inference peers -> trainer done -> everybody done -> report
+    create_run -> bootstrap peers -> trainer and inference peers -> trainer done -> everybody done -> report
 
-Once the bootstrap peer is ready all others start at once: they load their libraries while they wait for the
-trainer's manifest.
+Bootstrap peers start one after the other, each linked to those before it. Once they are ready all others start at
+once: they load their libraries while they wait for the trainer's manifest.
 
 Each child is the same `swarm` command that a person would type, with a home folder of its own; what it does is
 read from its metrics file, what it says from its log. Children are in sessions of their own, so that Ctrl-C on
@@ -29,6 +29,7 @@ from bootstrap.errors import Failed
 from bootstrap.events import Event, Tail
 from bootstrap.folder import create_run
 from bootstrap.home import METRICS_FILE
+from bootstrap.invite import format_invite
 from bootstrap.report import about_run, report_run
 from bootstrap.state import SwarmState
 from bootstrap.view import REFRESH_S, Screen
@@ -38,6 +39,7 @@ GOODBYE_S = 30.0  # within which every peer of a finished run ends by itself (ca
 STOP_S = 10.0  # from SIGTERM to SIGKILL: a peer finishes its sentence in 3 s
 STOP_POLL_S = 0.05
 LAST_LINES = 12
+_ROLES = {"bootstrap": "bootstrap", "train": "trainer", "join": "inference"}
 _LOOPBACK = ("--host", "127.0.0.1", "--port", "0")
 
 # Several processes share the cores: one thread each, or they only get in one another's way.
@@ -56,9 +58,15 @@ class SimOptions:
     peers: int
     engines: tuple[str, ...] = ("auto",)
     """Of the inference peers, in turn."""
+    bootstraps: int = 1
     command: tuple[str, ...] = (sys.executable, "-m", "bootstrap.main")
     ready_s: float = READY_S
     goodbye_s: float = GOODBYE_S
+
+    @property
+    def own_code(self) -> bool:
+        """The environment is code that was named on this command line, by the same person."""
+        return ":" in self.config.environment.name
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +74,7 @@ class Child:
     """One process of the swarm."""
 
     name: str
+    role: str
     home: Path
     process: asyncio.subprocess.Process
     tail: Tail
@@ -90,26 +99,45 @@ async def simulate(options: SimOptions, state: SwarmState, screen: Screen) -> di
     """Train to the end and report. Raises Failed when a process that is needed dies or does not start."""
     began_s = time.monotonic()
     folder = create_run(options.home, options.config)
-    run_file = str(folder.config_path)
-    environment = options.config.environment.name
-    own_code = ":" in environment  # named on this command line, by the same person
     async with Children(options, state, screen) as children:
-        bootstrap = await children.start("bootstrap", "bootstrap", run_file, *_LOOPBACK)
-        address = _loopback(await children.ready(bootstrap))
-        allow: tuple[str, ...] = ("--allow-code",) if own_code else ()
-        trainer = await children.start("trainer", "train", run_file, "--bootstrap", address, *_LOOPBACK, *allow)
-        inference = []
-        allow = ("--allow-code", environment) if own_code else ()
-        for number in range(options.peers):
-            engine = ("--engine", options.engines[number % len(options.engines)])
-            join = ("join", f"{address}#{folder.run}", *engine, *_LOOPBACK, *allow)
-            inference.append(await children.start(f"peer-{number + 1}", *join))
-        await children.ready(trainer, inference)
-        needed = [bootstrap, trainer]
-        await children.until(lambda: trainer.code is not None, needed, inference)
+        addresses = await _start_bootstraps(children, str(folder.config_path))
+        trainer = await _start_trainer(children, str(folder.config_path), addresses)
+        inference = await _start_inference(children, format_invite(addresses, folder.run))
+        helpers = [child for child in children.all if child is not trainer]
+        await children.ready(trainer, helpers)
+        await children.until(lambda: trainer.code is not None, [trainer], helpers)
         await children.farewell(inference)
     about = about_run(folder.config, folder.run, time.monotonic() - began_s, tuple(children.warnings))
     return report_run(about, [child.home for child in children.all])
+
+
+async def _start_bootstraps(children: "Children", run_file: str) -> list[str]:
+    """Their addresses on loopback, once all are ready."""
+    addresses: list[str] = []
+    for number in range(1, children.options.bootstraps + 1):
+        name = f"bootstrap-{number}" if number > 1 else "bootstrap"
+        child = await children.start(name, "bootstrap", run_file, *_LOOPBACK, *_each("--link", addresses))
+        addresses.append(_loopback(await children.ready(child)))
+    return addresses
+
+
+async def _start_trainer(children: "Children", run_file: str, addresses: Sequence[str]) -> "Child":
+    allow = ("--allow-code",) if children.options.own_code else ()
+    return await children.start("trainer", "train", run_file, *_each("--bootstrap", addresses), *_LOOPBACK, *allow)
+
+
+async def _start_inference(children: "Children", invite: str) -> list["Child"]:
+    options = children.options
+    allow = ("--allow-code", options.config.environment.name) if options.own_code else ()
+    engines = [options.engines[number % len(options.engines)] for number in range(options.peers)]
+    return [
+        await children.start(f"peer-{number}", "join", invite, "--engine", engine, *_LOOPBACK, *allow)
+        for number, engine in enumerate(engines, 1)
+    ]
+
+
+def _each(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
 class Children:
@@ -130,8 +158,8 @@ class Children:
         await self._stop()
         self._look()
 
-    async def start(self, name: str, *arguments: str) -> Child:
-        """Start `swarm <arguments>` with a home of its own."""
+    async def start(self, name: str, command: str, *arguments: str) -> Child:
+        """Start `swarm <command> <arguments>` with a home of its own."""
         home = self.options.home / name
         home.mkdir(mode=0o700, exist_ok=True)
         log = home / "output.log"
@@ -141,6 +169,7 @@ class Children:
                 *leash,
                 *self.options.command,
                 *("--home", str(home)),
+                command,
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -148,7 +177,7 @@ class Children:
                 env=os.environ | _ONE_THREAD,
                 start_new_session=True,
             )
-        child = Child(name, home, process, Tail(home / METRICS_FILE), log, time.monotonic())
+        child = Child(name, _ROLES[command], home, process, Tail(home / METRICS_FILE), log, time.monotonic())
         self.all.append(child)
         return child
 
@@ -165,7 +194,7 @@ class Children:
         return child.ready
 
     async def until(self, done: Callable[[], bool], needed: Sequence[Child], helpers: Sequence[Child] = ()) -> None:
-        """Watch until `done`. Raises Failed when one of the needed dies in an error, or all helpers have died."""
+        """Watch until `done`. Raises Failed when one of the needed dies in an error, or all helpers of a role have."""
         while True:
             self._look()
             for child in needed:
@@ -202,7 +231,7 @@ class Children:
         self.screen.show(events)
 
     def _mourn(self, helpers: Sequence[Child]) -> None:
-        """A helper that died is missed, but the swarm goes on while there is another."""
+        """A helper that died is missed, but the swarm goes on while there is another of its role."""
         for child in helpers:
             if child.code is None and child.ready is None and time.monotonic() - child.started_s > self.options.ready_s:
                 child.process.kill()  # it hangs; its death is noticed in the next turn
@@ -211,13 +240,15 @@ class Children:
                 if child.ready is not None:
                     self.state.gone(child.ready["peer"])
                 self._warn(child, f"{child.name} {_how(child.code)}")
-        if helpers and all(child.mourned for child in helpers):
-            raise Failed(f"all inference peers have died; the last lines of one:{helpers[0].last_lines()}")
+        for role in {child.role for child in helpers}:
+            team = [child for child in helpers if child.role == role]
+            if all(child.mourned for child in team):
+                raise Failed(f"all {role} peers have died; the last lines of one:{team[0].last_lines()}")
 
     def _warn(self, child: Child, text: str) -> None:
         self.warnings.append(text)
         peer = child.ready["peer"] if child.ready is not None else child.name
-        about = {"t": time.time(), "peer": peer, "role": "inference"}
+        about = {"t": time.time(), "peer": peer, "role": child.role}
         self._show([{**about, "event": "warning", "code": "child", "text": text}])
 
     async def _stop(self) -> None:

@@ -26,6 +26,7 @@ from protocols.envelopes import seal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.ledger import MAGIC, Consumed, EndEntry, ManifestEntry, VersionEntry, frame, trained_on
+from protocols.manifest import CoordinationSpec
 from protocols.messages import AdapterRef, Announcement, BlobRef, RunEnd
 from protocols.policy import Chain
 from swarm.identity import Identity, load_identity
@@ -321,7 +322,8 @@ def test_train_passes_on_what_the_run_says(tmp_path: Path, peers: Fakes) -> None
         ("/ip4/0.0.0.0/tcp/7",),
         200,
     )
-    assert options.make_manifest(bytes(32), 4).message.revision == 4
+    manifest = options.make_manifest(bytes(32), 4).message
+    assert (manifest.revision, manifest.coordination.coordinators) == (4, (ID,))
     assert options.allow_code is False
     assert f"swarm join '{ADDRESS}#{run.run}'" in result.stdout
     assert "no bootstrap address" in one_line(swarm("train", run.config_path))
@@ -385,14 +387,32 @@ def test_json_prints_the_events_and_nothing_else_on_stdout(peers: Fakes) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--mode", "sequential"), "mode 'sequential' comes later: use --mode async"),
-        (("--mode", "magic"), "there is no mode 'magic': use --mode async"),
+        (("--mode", "magic"), "there is no mode 'magic': use --mode async or sequential or auto"),
+        (("--stale", "keep"), "there is no stale 'keep': use --stale drop or downweight"),
+        (("--refresh-gap", "5"), "coordination.refresh_gap 5 is over max_lag 4"),
         (("--report", "/nowhere/at/all.json"), "its folder does not exist"),
         (("--home", ROOT), "not empty"),
     ],
 )
 def test_a_simulation_that_cannot_be_is_refused_at_once(arguments: tuple[str | Path, ...], message: str) -> None:
     assert message in one_line(swarm("sim", *arguments))
+
+
+def test_a_simulation_is_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def fake(options: Any, _: Any) -> None:
+        asked.append(options)
+        raise errors.Failed("enough")
+
+    monkeypatch.setattr("bootstrap.main._run_sim", fake)
+    assert swarm("sim").exit_code == 1
+    assert asked[0].bootstraps == 1
+    assert asked[0].config.coordination == CoordinationSpec()
+    words = "--mode auto --refresh-gap 2 --stale downweight --bootstraps 2 --peers 4 --max-lag 3"
+    assert swarm("sim", *words.split()).exit_code == 1
+    assert (asked[1].bootstraps, asked[1].peers, asked[1].config.max_lag) == (2, 4, 3)
+    assert asked[1].config.coordination == CoordinationSpec(mode="auto", refresh_gap=2, stale="downweight")
 
 
 def test_usage_errors_and_help() -> None:

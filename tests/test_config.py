@@ -16,11 +16,11 @@ from bootstrap.config import (
     render_config,
     to_manifest,
 )
-from bootstrap.folder import create_run, open_run
+from bootstrap.folder import COORDINATORS_MAX, create_run, open_run
 from protocols.directory import check_manifest
 from protocols.envelopes import unseal
 from protocols.identity import peer_id_of, public_bytes, run_id_of
-from protocols.manifest import EnvironmentSpec, LearningSpec, LoraSpec, Manifest
+from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, LoraSpec, Manifest
 
 OWNER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 TRAINER = peer_id_of(bytes(range(32)))
@@ -45,7 +45,19 @@ def test_the_smallest_file_gets_every_default() -> None:
         ("lora.alpha = inf", "lora.alpha must be a finite number, it is inf"),
         ("learning.loss = 'ppo'", "Invalid enum value 'ppo' - at `$.learning.loss`"),
         ("sampling.top_p = 0.8", "top_p, top_k and min_p must stay off"),
-        ("publish_every = 6", "publish_every = 6 needs max_lag >= 5, it is 4"),
+        ("publish_every = 6", "publish_every 6 needs max_lag >= 5"),
+        ("coordination.mode = 'chaos'", "Invalid enum value 'chaos' - at `$.coordination.mode`"),
+        ("coordination.lease = 9", "Object contains unknown field `lease` - at `$.coordination`"),
+        ("coordination.lease_s = nan", "Expected `float` > 0.0 - at `$.coordination.lease_s`"),
+        ("coordination.refresh_gap = 5", "coordination.refresh_gap 5 is over max_lag 4"),
+        (
+            "publish_every = 3\ncoordination.mode = 'sequential'",
+            "publish_every 3 needs coordination.refresh_gap >= 2 in mode sequential",
+        ),
+        ("coordination.coordinators = ['x']", "length >= 52 - at `$.coordination.coordinators[0]`"),
+        (f"coordination.coordinators = ['{'1' * 52}']", "coordination.coordinators: '1"),
+        (f"coordination.coordinators = ['{TRAINER}', '{TRAINER}']", "one peer id stands there twice"),
+        ("sampling = { group_size = 64, max_new_tokens = 2048 }", "group_size * max_new_tokens is at most 98304"),
         ("max_lag = 9\npublish_every = 5\nmax_steps = 4", "publish_every = 5 is over max_steps = 4"),
         ("lora.targets = []", "lora.targets: give at least one module name"),
         ("lora.targets = ['q_proj', 'q_proj']", "and each once"),
@@ -82,6 +94,17 @@ def test_name_and_trainers_are_checked(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("lease_s", "accepted"), [(5.9, False), (6.0, True), (20.0, True), (600.1, False)])
+def test_b50_a_lease_outlives_two_lost_beats(lease_s: float, accepted: bool) -> None:
+    text = f"{SMALLEST}[coordination]\nlease_s = {lease_s}\n"
+    if accepted:
+        assert decode_config(text, "run.toml").coordination.lease_s == lease_s
+    else:
+        with pytest.raises(ValueError, match=r"^run\.toml: .*lease_s") as caught:
+            decode_config(text, "run.toml")
+        assert "\n" not in str(caught.value)
+
+
 def test_a_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(SMALLEST.encode() + b'description = "\xff"\n')
@@ -97,7 +120,7 @@ def test_the_bound_must_leave_room_for_the_publish_period() -> None:
 def test_fields_have_the_types_that_the_manifest_gives_them() -> None:
     config = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     manifest = {field.name: field for field in msgspec.structs.fields(Manifest)}
-    for name in ("seed", "description", "max_lag", "max_steps", "publish_every", "environment", "sampling", "lora"):
+    for name in config.keys() & manifest.keys() - {"trainers", "model"}:
         assert msgspec.inspect.type_info(config[name].type) == msgspec.inspect.type_info(manifest[name].type), name
         assert config[name].default == manifest[name].default, name
     assert config.keys() - manifest.keys() == {"name", "network", "evaluation"}
@@ -127,6 +150,9 @@ def test_a_rendered_file_reads_back_the_same() -> None:
         lora=LoraSpec(r=4, alpha=8.0),
         learning=LearningSpec(learning_rate=1e-5, mask_truncated=False),
         model=ModelSection(name="owner/model"),
+        coordination=CoordinationSpec(
+            mode="auto", refresh_gap=2, stale="downweight", lease_s=12.5, coordinators=(TRAINER,)
+        ),
     )
     text = render_config(config)
     assert decode_config(text, "run.toml") == config
@@ -169,6 +195,32 @@ def test_a_new_run_has_its_files_and_its_trainer(tmp_path: Path) -> None:
     assert again.run == run.run == run_id_of("sums", public_bytes(run.owner.key))
     sealed = again.make_manifest(bytes(32), 5)
     assert (sealed.sender, sealed.message.revision) == (run.owner.peer_id, 5)
+
+
+BOOTSTRAP = [peer_id_of(bytes([number]) * 32) for number in range(3)]
+
+
+def test_the_trainers_bootstrap_peers_may_be_elected(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "sums", RunConfig(name="sums", trainers=()))
+    addresses = [f"/ip4/10.0.0.{number}/tcp/31415/p2p/{peer_id}" for number, peer_id in enumerate(BOOTSTRAP)]
+    rsa = "/ip4/10.0.0.9/tcp/31415/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"  # could not sign a lease
+    relayed = f"/ip4/10.0.0.9/tcp/1/p2p/{TRAINER}/p2p-circuit/p2p/{BOOTSTRAP[0]}"
+    sealed = run.make_manifest(bytes(32), 0, [*addresses, rsa, relayed])
+    assert sealed.message.coordination.coordinators == tuple(sorted(BOOTSTRAP))
+    assert sealed.message.eligible == {*BOOTSTRAP, *run.config.trainers}
+    again = run.make_manifest(bytes(32), 0, reversed(addresses))
+    assert again.message.coordination == sealed.message.coordination  # no new revision for another order
+    many = [f"/ip4/10.0.0.1/tcp/1/p2p/{peer_id_of(number.to_bytes(32, 'big'))}" for number in range(65)]
+    crowded = run.make_manifest(bytes(32), 0, many)
+    assert len(crowded.message.coordination.coordinators) == COORDINATORS_MAX == 64
+    assert check_manifest(crowded.raw, run.run).message == crowded.message
+
+
+def test_coordinators_that_the_owner_named_stay(tmp_path: Path) -> None:
+    template = RunConfig(name="sums", trainers=(), coordination=CoordinationSpec(coordinators=(TRAINER,), lease_s=20.0))
+    run = create_run(tmp_path / "sums", template)
+    sealed = run.make_manifest(bytes(32), 0, [f"/ip4/10.0.0.1/tcp/31415/p2p/{BOOTSTRAP[0]}"])
+    assert sealed.message.coordination == template.coordination
 
 
 @pytest.mark.parametrize("existing", ["run.toml", "owner.key", "trainer/peer.key"])

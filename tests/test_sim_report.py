@@ -4,6 +4,7 @@ The children here are one small script that behaves as EVENTS say: it writes met
 misbehaves on request. So starting, watching and ending processes is tested without a network.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -359,12 +360,18 @@ emit("ready", peer_id=peer_id, addresses=[f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_id
 if f"{name} ends badly" in scene:
     helper.kill()
     sys.exit(7)
+if f"{name} ends late" in scene:
+    wait_for(home.parent / "peer-2" / "done")
+    helper.kill()
+    sys.exit(7)
 if command == "bootstrap":
     time.sleep(600)
 if command == "train":
     wait_for(home.parent / "peer-2" / "done")
     for step in (1, 2, 3):
         emit("step", step=step, version=step, reward=step / 4, loss=0.1, lag_max=1, queued=0, skipped=None)
+    if "trainer waits" in scene:
+        wait_for(home.parent / "mourned")
     if "trainer hangs" in scene:
         time.sleep(600)
     sys.path.insert(0, str(Path.cwd()))
@@ -491,6 +498,38 @@ async def test_an_inference_peer_that_dies_is_a_warning(options: SimOptions, mon
     assert list(state.warnings) == ["peer-1 ended with exit code 7"]
     assert GONE in {row.state for row in state.peers.values()}
     assert (report["audit"]["ok"], report["rollouts"]["generated"]) == (True, None)
+
+
+async def test_several_bootstrap_peers_are_linked_and_everybody_knows_all_of_them(options: SimOptions) -> None:
+    report = await simulate(dataclasses.replace(options, bootstraps=3), SwarmState(), Silent())
+    assert report["peers"] == {"bootstrap": 3, "trainer": 1, "inference": 2}
+    said = {path.parent.name: json.loads(path.read_text())[2:] for path in options.home.glob("*/arguments")}
+    address = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWD8PektQDAWpbFKmJ1EjN2guDT7MW2oifLb2BEcMFWGXa"
+    assert "--link" not in said["bootstrap"]
+    assert said["bootstrap-2"][-2:] == ["--link", address]
+    assert said["bootstrap-3"][-4:] == ["--link", address] * 2
+    assert said["trainer"][2:8] == ["--bootstrap", address] * 3
+    assert said["peer-2"][1] == f"{address},{address},{address}#{report['run']}"
+
+
+async def test_a_swarm_goes_on_while_one_of_its_bootstrap_peers_lives(
+    options: SimOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mourner:
+        def show(self, events: Any) -> None:
+            if any(event["event"] == "warning" for event in events):
+                (options.home / "mourned").touch()
+
+    monkeypatch.setenv("SCENE", "bootstrap-2 ends late, trainer waits")
+    report = await simulate(dataclasses.replace(options, bootstraps=2), SwarmState(), Mourner())
+    assert report["audit"]["ok"] is True
+    assert report["warnings"] == ["bootstrap-2 ended with exit code 7"]
+
+
+async def test_a_swarm_without_bootstrap_peers_ends(options: SimOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCENE", "bootstrap ends late, trainer hangs")
+    with pytest.raises(Failed, match=r"^all bootstrap peers have died; "):
+        await simulate(options, SwarmState(), Silent())
 
 
 async def test_a_process_that_is_not_ready_in_time_is_named(
