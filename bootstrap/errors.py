@@ -139,7 +139,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         case OSError():
             return f"{error.strerror or error}", FAILED
         case ValueError():
-            return _one_line(str(error)), BAD_USAGE
+            return one_line(str(error)), BAD_USAGE
         case BaseExceptionGroup():
             return next(filter(None, map(explain, error.exceptions)), None)
         case _:
@@ -152,12 +152,13 @@ def _advise(code: str, detail: str, reasons: Sequence[str] = ()) -> str:
     if reasons:
         lines = ["none of the addresses works:", *(f"  {reason}" for reason in reasons)]
     else:
-        lines = [(f"{code}: {advice.text}" if advice else code) + (f" ({_one_line(detail)})" if detail else "")]
+        lines = [(f"{code}: {advice.text}" if advice else code) + (f" ({one_line(detail)})" if detail else "")]
     return "\n".join([*lines, f"  next: {advice.next_step}"] if advice else lines)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
+def one_line(text: str) -> str:
+    """One line that may go to a terminal, whoever wrote it: characters that control terminals are replaced."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(text.split()))
 
 
 @contextmanager

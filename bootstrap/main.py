@@ -32,6 +32,8 @@ DEFAULT_PEERS = 2
 PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
 DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
 ENGINES, ENGINES_TO_COME = ("auto", "transformers"), ("vllm", "mlx")
+WATCH_S = 2.0  # a beat: nothing changes faster
+WATCH_MIN_S, WATCH_MAX_S = 0.5, 3600.0  # an answer of a large run is half a megabyte; longer than an hour is `sleep`
 TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
 BOOTSTRAPS_MAX = 8  # a guess: the election of a simulation has seen enough failures by then
 MODES, STALE = ("async", "sequential", "auto"), ("drop", "downweight")
@@ -431,6 +433,52 @@ def sim(  # noqa: PLR0913
         typer.echo(f"report     {report}", err=common.json)
     if result["audit"]["ok"] is not True:
         raise typer.Exit(FAILED)
+
+
+class _StatusCommand(typer.core.TyperCommand):
+    """`--watch` takes a number where one follows, and has a default where none does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        alone = f"--watch={WATCH_S:g}"
+        pairs = zip(args, [*args[1:], ""], strict=True)
+        words = [alone if word == "--watch" and not _is_number(after) else word for word, after in pairs]
+        return super().parse_args(ctx, words)
+
+
+def _is_number(word: str) -> bool:
+    return word.lstrip("+-.")[:1].isdigit()
+
+
+@app.command(cls=_StatusCommand)
+def status(
+    ctx: typer.Context,
+    invite: Annotated[
+        str, typer.Argument(metavar="INVITE", help="'<address>#<run id>', in quotes.", show_default=False)
+    ],
+    watch: Annotated[
+        float | None,
+        typer.Option("--watch", metavar="[SECONDS]", help="Keep showing, every 2 s or as often.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """How a run is doing now: its peers, their versions and lags, the coordinator. Joins nothing.
+
+    [bold]Examples[/bold]
+
+        swarm status '/ip4/203.0.113.7/tcp/31415/p2p/12D3Koo...#sums-abc...'
+
+        swarm status --watch 5 '/ip4/203.0.113.7/tcp/31415/p2p/12D3Koo...#sums-abc...'
+    """
+    common = _merged(ctx, None, as_json, debug)
+    from bootstrap.invite import parse_invite
+
+    invited = parse_invite(invite)
+    if watch is not None and not WATCH_MIN_S <= watch <= WATCH_MAX_S:
+        raise ValueError(f"--watch {watch:g}: give from {WATCH_MIN_S:g} to {WATCH_MAX_S:g} seconds")
+    from bootstrap.status_command import show_status
+
+    _run_to_end(lambda: show_status(invited, watch, common.json), terminated=TERMINATED if watch is None else 0)
 
 
 @app.command()
