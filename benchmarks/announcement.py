@@ -82,7 +82,7 @@ class Swarm:
         follower = node.followers[RUN]
         follower.rules.learn(self.manifest)
         chain = await follower.open_chain()
-        follower.capacity = lambda: CapacityAd(
+        follower.neighbourhood.capacity = lambda: CapacityAd(
             run=RUN, session=node.session, role=role, issued_ms=now_ms(), addresses=tuple(node.host.addresses)
         )
         if listens:

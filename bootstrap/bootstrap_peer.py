@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocols.messages import CapacityAd
+from peers.coordinator import Coordinator
+from protocols.messages import CapacityAd, Heartbeat
 from swarm.follower import MANIFEST_ASK_S, Follower
 from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.tasks import Loop, run_loops
@@ -34,6 +35,7 @@ async def run_bootstrap(options: BootstrapOptions, on_ready: Callable[[list[str]
         loops: dict[str, Loop] = {}
         for follower in node.followers.values():
             loops[f"follow {follower.run}"] = _follow(node, follower)
+            loops[f"coordinate {follower.run}"] = Coordinator(node, follower).run
         for run in options.runs:
             node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=run)
         on_ready(node.host.addresses)
@@ -41,7 +43,8 @@ async def run_bootstrap(options: BootstrapOptions, on_ready: Callable[[list[str]
             await run_loops(node.loops() | loops, asyncio.Event())
         finally:
             for follower in node.followers.values():
-                await follower.flush()
+                await follower.candidate.resign()
+                await follower.heartbeats.say_goodbye()
 
 
 def _follow(node: Node, follower: Follower) -> Loop:
@@ -56,8 +59,15 @@ def _follow(node: Node, follower: Follower) -> Loop:
             addresses=tuple(node.host.addresses[:16]),
         )
 
+    def beat() -> Heartbeat:
+        version = follower.chain.version if follower.chain is not None else -1
+        return Heartbeat(
+            run=follower.run, session=node.session, role="bootstrap", version=version if version >= 0 else None
+        )
+
     async def loop() -> None:
-        follower.capacity = capacity
+        follower.heartbeats.beat = beat
+        follower.neighbourhood.capacity = capacity
         while follower.rules.manifest is None:
             await follower.look_for_manifest()
             await asyncio.sleep(MANIFEST_ASK_S)

@@ -4,7 +4,9 @@
 
 Three loops: one keeps the adapter at the head, one generates (the engine on its own thread, so the event
 loop keeps answering), one pushes. A group is on disk before it is sent, and its counter is never used again.
-Without news from the trainer the peer paces itself by the head it knows (DESIGN section 9).
+How many groups it may begin, the coordinator's credit says, or the trainer's call for a round. Without a
+coordinator, or when the trainer waits and the coordinator grants nothing, the peer paces itself by the head and
+the queue it knows (DESIGN section 9).
 """
 
 import asyncio
@@ -27,6 +29,7 @@ import psutil
 from peers.engines import Completion
 from peers.environments import Problem, Scored
 from peers.environments.split import training_problem
+from peers.rounds import RoundWork
 from protocols.adapters import Adapter, adapter_digest, decode_adapter
 from protocols.delivery import Outbox
 from protocols.envelopes import Sealed, seal, unseal
@@ -41,11 +44,15 @@ from protocols.messages import (
     PushRollouts,
     Receipt,
     Refused,
+    Reply,
     RolloutBatch,
     RolloutGroup,
+    RoundCall,
+    RoundReply,
 )
+from protocols.presence import BEAT_S
 from protocols.rollouts import pack_floats, pack_ids
-from protocols.staleness import room
+from protocols.staleness import lag, room
 from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.storage import PeerStore
 from swarm.tasks import run_loops
@@ -54,7 +61,8 @@ log = logging.getLogger(__name__)
 
 CALL_TARGET_S = 0.5  # a generation call of this length loses little when a new version arrives meanwhile
 CALL_GROUPS_MAX = 64
-CALLS_PER_BATCH = 4  # peers do not see each other's calls in flight: small ones overshoot the queue by little
+CALLS_PER_BATCH = 4  # so that a batch is not one peer's, and a new version is not waited with for long
+PATIENCE_S = 600.0  # without a word of any trainer; sixty leases, and long enough to restart one
 VERSIONS_KEPT = 4  # adapters kept on disk to serve to other peers
 PUSH_TIMEOUT_S = 15.0
 PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
@@ -77,6 +85,8 @@ class InferenceOptions:
     announce: tuple[str, ...] = ()
     engine: str = "auto"
     allow_code: frozenset[str] = frozenset()
+    patience_s: float = PATIENCE_S
+    """How long to stay without a word of a trainer (case B43)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +105,18 @@ async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]
             await peer.open()
             node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
             on_ready(node.host.addresses)
-            loops = {"fetch": peer.fetch, "generate": peer.generate, "push": peer.push, "report": peer.report}
+            loops = {
+                "fetch": peer.fetch,
+                "generate": peer.generate,
+                "push": peer.push,
+                "report": peer.report,
+                "patience": peer.lose_patience,
+            }
             try:
                 await run_loops(node.loops() | loops, peer.follower.ended)
             finally:
                 peer.emit_final()
-                await peer.follower.say_goodbye()
+                await peer.follower.heartbeats.say_goodbye()
 
 
 class InferencePeer:
@@ -114,12 +130,21 @@ class InferencePeer:
         self.loaded: Loaded | None = None
         self.tokens_per_s: float | None = None
         self.generated = Counter[str]()
+        self.groups_per_s: float | None = None
+        self.refresh_s: float | None = None
+        self.work = RoundWork()
+        self.started = 0
+        """Groups begun in this session: what credits are counted in."""
+        self.in_flight = 0
+        self.busy_s = 0.0
+        self.opened_s = time.monotonic()
         self.pushed_bytes = 0
         self._store: PeerStore
         self._offered: tuple[Loaded, Adapter] | None = None
         self._next_counter = 0
         self._call_groups = 1
         self._to_push = asyncio.Event()
+        self._waking: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
@@ -130,6 +155,7 @@ class InferencePeer:
         warm_up = asyncio.get_running_loop().run_in_executor(self._thread, _import_libraries)  # begins now
         manifest = await self.follower.find_manifest()
         log.info("manifest revision %d of %s", manifest.revision, manifest.run)
+        await self.follower.keep_manifest()
         await warm_up
         await self._in_thread(self._load, manifest)
         log.info("%s on %s: %.0f tokens/s", self.engine.name, self.engine.device, self.tokens_per_s)
@@ -138,13 +164,15 @@ class InferencePeer:
         await self.follower.open_chain()
         for counter, body in await self._store.outbox():
             self.outbox.add(counter, len(body))
+        self.opened_s = time.monotonic()
         stored = await self._store.meta("next_counter")
         self._next_counter = int.from_bytes(stored, "big") if stored is not None else _first_counter()
-        self.follower.beat = self._beat
-        self.follower.capacity = self._capacity
+        self.follower.heartbeats.beat = self._beat
+        self.node.on_round = self._called
+        self.follower.neighbourhood.capacity = self._capacity
         for peer_id in self.node.bootstraps.values():
             await self.follower.catch_up(peer_id)
-        await self.follower.read_head()
+        await self.follower.neighbourhood.read_head()
         if self.follower.ended.is_set():
             assert self.follower.chain is not None
             self.node.warn("run ended", f"run {manifest.run} has ended at version {self.follower.chain.version}")
@@ -196,7 +224,8 @@ class InferencePeer:
         said = sealed.message
         started_s = time.monotonic()
         try:
-            blob, source = await self.node.exchange.fetch(said.adapter.keyframe, self.follower.sources(said.version))
+            sources = self.follower.neighbourhood.sources(said.version)
+            blob, source = await self.node.exchange.fetch(said.adapter.keyframe, sources)
             adapter = await asyncio.to_thread(_decode_checked, blob, said.adapter.digest)
         except TransportFault as fault:
             log.info("v%d: %s", said.version, fault)
@@ -210,6 +239,7 @@ class InferencePeer:
         fetched_s = time.monotonic() - started_s
         self._offered = (Loaded(said.version, said.adapter.digest), adapter)
         self._fetched = {"fetch_s": round(fetched_s, 4), "bytes": len(blob), "source": source}
+        self._wanted_since_s = started_s
         async with self.follower.changed:
             self.follower.changed.notify_all()
         return True
@@ -228,6 +258,8 @@ class InferencePeer:
             return
         self.loaded, self._offered = loaded, None
         load_s = round(time.monotonic() - started_s, 4)
+        self.refresh_s = time.monotonic() - self._wanted_since_s
+        self.follower.heartbeats.hurry()
         self.node.metrics.emit("adapter", version=loaded.version, load_s=load_s, **self._fetched)
         assert self.follower.chain is not None
         kept = self.follower.chain.entries[-VERSIONS_KEPT:]
@@ -249,46 +281,110 @@ class InferencePeer:
             num_groups = min(self._call_groups, self._room())
             if self.loaded is None or num_groups < 1:
                 continue
-            self._next_counter = max(self._next_counter, self.follower.next_counter)
+            self._next_counter = max(self._next_counter, self.follower.heartbeats.next_counter)
             counters = range(self._next_counter, self._next_counter + num_groups)
-            started_s, tokens = time.monotonic(), self.generated["tokens"]
-            try:
-                groups = await self._in_thread(self._make_groups, counters, self.loaded)
-            except PeerFault as fault:
-                self._distrust(self.loaded, fault)
-                continue
-            self._adapt(time.monotonic() - started_s, self.generated["tokens"] - tokens)
-            await self._keep(groups)
+            groups = await self._generate(counters, self.loaded)
+            if groups is not None:
+                await self._keep(groups)
+            self.in_flight = 0
+            if self._room() < self._call_groups:
+                self.follower.heartbeats.hurry()
+
+    async def _generate(self, counters: range, loaded: Loaded) -> list[tuple[int, bytes]] | None:
+        """One call of the engine; None if it cannot work with this version."""
+        started_s, tokens = time.monotonic(), self.generated["tokens"]
+        self.started += len(counters)
+        self.work.begun += len(counters)
+        self.in_flight = len(counters)
+        try:
+            groups = await self._in_thread(self._make_groups, counters, loaded)
+        except PeerFault as fault:
+            self._distrust(loaded, fault)
+            return None
+        elapsed_s = time.monotonic() - started_s
+        self.busy_s += elapsed_s
+        self._adapt(elapsed_s, len(groups), self.generated["tokens"] - tokens)
+        return groups
 
     async def _until_allowed(self) -> None:
+        """Wait for credit, a call, or a new version; some of what allows us to go on is only time that passes."""
         async with self.follower.changed:
-            await self.follower.changed.wait_for(lambda: self._offered is not None or self._room() > 0)
+            try:
+                async with asyncio.timeout(BEAT_S / 2):
+                    await self.follower.changed.wait_for(lambda: self._offered is not None or self._room() > 0)
+            except TimeoutError:
+                pass
 
     def _room(self) -> int:
-        """Gate 1, from what this peer knows: groups that may be started under the head and what the trainer said.
+        """Gate 1: groups that may be begun now.
 
         The version before the head may go on while the head is fetched; one that was revoked may not.
         """
-        chain, manifest, loaded = self.follower.chain, self.follower.manifest, self.loaded
-        if chain is None or loaded is None or self.outbox.full:
+        chain, loaded, orders = self.follower.chain, self.loaded, self.follower.orders
+        if chain is None or loaded is None or orders is None or self.outbox.full:
             return 0
         known = chain.get(loaded.version)
-        if known is None or known.message.adapter.digest != loaded.digest:
+        if (
+            known is None
+            or known.message.adapter.digest != loaded.digest
+            or loaded.version < orders.floor(chain.version)
+        ):
             return 0
-        batch = manifest.learning.batch_groups
-        said_step = self.follower.trainer_step or 0
-        steps = max(chain.version, said_step)
-        consumed_since = (steps - said_step) * batch  # by the steps that were announced after the trainer spoke
-        queued = max(0, (self.follower.trainer_queued or 0) - consumed_since) + len(self.outbox)
-        depth = min(manifest.max_lag, manifest.publish_every)
-        return room(steps, queued, batch, loaded.version, depth)
+        called = self.work.left(loaded.version, chain.version)
+        heartbeats = self.follower.heartbeats
+        if called > 0 or (orders.mode == "sequential" and not heartbeats.starving):
+            return called
+        if orders.alone(time.monotonic()) or heartbeats.credit is None or heartbeats.starving:
+            return self._own_room(loaded)
+        if lag(self._steps(), loaded.version) > self.follower.manifest.depth:
+            return 0
+        return heartbeats.credit - self.started
 
-    def _adapt(self, elapsed_s: float, num_tokens: int) -> None:
-        """Keep the advertised rate measured, and calls near their target length and a fraction of a step's batch."""
-        rate = num_tokens / elapsed_s
-        self.tokens_per_s = (
-            rate if self.tokens_per_s is None else self.tokens_per_s + RATE_GAIN * (rate - self.tokens_per_s)
-        )
+    def _steps(self) -> int:
+        """Optimizer steps done, as far as we know."""
+        assert self.follower.chain is not None
+        return max(self.follower.chain.version, self.follower.heartbeats.trainer_step or 0)
+
+    def _own_room(self, loaded: Loaded) -> int:
+        """Gate 1 as a peer on its own asks it, from the head and from what the trainer last said of its queue."""
+        manifest, heartbeats = self.follower.manifest, self.follower.heartbeats
+        batch = manifest.learning.batch_groups
+        steps = self._steps()
+        consumed_since = (steps - (heartbeats.trainer_step or 0)) * batch  # by steps announced after the trainer spoke
+        queued = max(0, (heartbeats.trainer_queued or 0) - consumed_since) + len(self.outbox)
+        return room(steps, queued, batch, loaded.version, manifest.depth)
+
+    def _called(self, call: RoundCall, peer_id: str) -> Reply:
+        """The trainer calls for a round."""
+        if peer_id not in self.follower.trainers():
+            return Refused("not a trainer")
+        if call.run != self.options.run:
+            return Refused("unknown run")
+        self.work.called(call)
+        wake = asyncio.create_task(self._wake(call, peer_id))
+        self._waking.add(wake)
+        wake.add_done_callback(self._waking.discard)
+        return RoundReply(0 if self.outbox.full else call.count)
+
+    async def _wake(self, call: RoundCall, trainer: str) -> None:
+        """Get what the round is for, if we have not heard of it, and begin."""
+        chain = self.follower.chain
+        if chain is not None and chain.version < call.version:
+            await self.follower.catch_up(trainer)
+        await self.follower.notify()
+
+    async def lose_patience(self) -> None:
+        """Go home when no trainer has been heard for long, or the end of the run was missed (case B43)."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            silent_s = time.monotonic() - self.follower.heartbeats.trainer_heard_s
+            if silent_s > self.options.patience_s:
+                raise TransportFault("trainer gone", f"no trainer of {self.options.run} was heard for {silent_s:.0f} s")
+
+    def _adapt(self, elapsed_s: float, num_groups: int, num_tokens: int) -> None:
+        """Keep the advertised rates measured, and calls near their target length and a fraction of a step's batch."""
+        self.tokens_per_s = _running(self.tokens_per_s, num_tokens / elapsed_s)
+        self.groups_per_s = _running(self.groups_per_s, num_groups / elapsed_s)
         limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
         if elapsed_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
@@ -401,7 +497,9 @@ class InferencePeer:
             await self._store.remove_from_outbox(done)
         except OSError as error:  # after a restart they are sent again, and found to be duplicates
             self.node.warn("cannot store receipts", str(error))
-        await self.follower.trainer_said(receipt.step, receipt.queued)
+        self.follower.heartbeats.trainer_heard_s = time.monotonic()
+        await self.follower.heartbeats.trainer_said(receipt.step, receipt.queued)
+        self.follower.heartbeats.hurry()
         async with self.follower.changed:
             self.follower.changed.notify_all()  # the outbox is shorter
 
@@ -414,7 +512,14 @@ class InferencePeer:
             role="inference",
             version=self.loaded.version if self.loaded is not None else None,
             tokens_per_s=self.tokens_per_s,
+            groups_per_s=self.groups_per_s,
+            refresh_s=self.refresh_s,
+            oldest=self.loaded.version if self.loaded is not None and self.in_flight else None,
+            started=self.started,
+            in_flight=self.in_flight,
             outbox=len(self.outbox),
+            accepted=self.outbox.counts["accepted"],
+            stale=self.outbox.counts["stale"],
         )
 
     def _capacity(self) -> CapacityAd:
@@ -452,12 +557,16 @@ class InferencePeer:
 
     def emit_final(self) -> None:
         """The numbers of this process's life, for the report."""
+        wall_s = time.monotonic() - self.opened_s
         self.node.metrics.emit(
             "final",
             generated=self.generated["groups"],
             receipts=dict(self.outbox.counts),
             outbox=len(self.outbox),
             version=self.loaded.version if self.loaded is not None else None,
+            wall_s=round(wall_s, 3),
+            busy_s=round(self.busy_s, 3),
+            idle_s=round(wall_s - self.busy_s, 3),
             bytes={"adapters": self.node.exchange.received_bytes, "rollouts": self.pushed_bytes},
         )
 
@@ -477,6 +586,10 @@ def _decode_checked(blob: bytes, digest: bytes) -> dict[str, Any]:
     if adapter_digest(adapter) != digest:
         raise PeerFault("wrong digest")
     return adapter
+
+
+def _running(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + RATE_GAIN * (value - mean)
 
 
 def _first_counter() -> int:

@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from peers.checkpoints import KEPT, Checkpoints
+from peers.coordinator import Coordinator
 from peers.ingest import Checker, Ingest
 from peers.record import Record, same_manifest
+from peers.rounds import Rounds
 from protocols.adapters import Adapter, adapter_digest, decode_adapter, encode_adapter
 from protocols.delivery import Intake, Queued
 from protocols.directory import RecordKey, RecordKind
@@ -29,7 +32,7 @@ from protocols.envelopes import Sealed, unseal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.ledger import Consumed, VersionEntry
 from protocols.manifest import Manifest
-from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat
+from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat, Mode
 from protocols.policy import Chain, Extended
 from protocols.presence import BEAT_S, SILENT_S
 from swarm.node import Node, NodeConfig, now_ms, running
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 
 NO_ROLLOUTS_S = 30.0  # how long the trainer waits before it says what it waits for
 VERSIONS_KEPT_MIN = 4  # blobs kept besides those within the bound, for peers that are a little late
+STEP_GAIN = 0.2  # of the running mean of a step's time: about five steps
 LINGER_S = 15.0  # how long a trainer stays to tell everybody that the run is over
 
 T = TypeVar("T")
@@ -92,12 +96,13 @@ async def run_trainer(options: TrainerOptions, on_ready: Callable[[list[str]], N
             await trainer.open()
             node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
             on_ready(node.host.addresses)
-            loops = {"train": trainer.train, "peers": trainer.show_peers}
+            loops = {"train": trainer.train, "peers": trainer.show_peers, "coordinate": trainer.coordinator.run}
             try:
                 await run_loops(node.loops() | loops, trainer.done)
             finally:
                 await trainer.emit_final()
-                await trainer.follower.say_goodbye()
+                await trainer.follower.candidate.resign()
+                await trainer.follower.heartbeats.say_goodbye()
 
 
 class Trainer:
@@ -107,7 +112,13 @@ class Trainer:
         self.node = node
         self.options = options
         self.follower = node.followers[options.run]
+        self.coordinator = Coordinator(node, self.follower)
+        self.rounds = Rounds(self.follower)
         self.done = asyncio.Event()
+        self.waits = False
+        """A batch is waited for."""
+        self.step_s: float | None = None
+        """Running mean of a step's time, without waiting for rollouts."""
         self.spent = Spent()
         self.started_s = time.monotonic()
         self.parts: Parts
@@ -134,7 +145,12 @@ class Trainer:
         manifest = await self._manifest(record)
         self.environment = load_environment(manifest.environment, options.allow_code)
         self.learner: Learner = await self._in_thread(
-            Learner, self.model, manifest.lora, manifest.learning, manifest.sampling.temperature, manifest.seed
+            partial(Learner, stale=manifest.coordination.stale),
+            self.model,
+            manifest.lora,
+            manifest.learning,
+            manifest.sampling.temperature,
+            manifest.seed,
         )
         chain = await self._open_chain()
         checkpoints = Checkpoints(options.home / "checkpoints")
@@ -148,12 +164,14 @@ class Trainer:
         await record.restore(chain, self.learner.steps)
         await self._refuse_ended(record, manifest)
         self.follower.progress = lambda: (ingest.steps_done, intake.queued)
+        self.follower.wanted = self._wanted
         self.follower.next_counter_of = intake.next_counter
-        self.follower.beat = self._beat
-        self.follower.capacity = self._capacity
+        ingest.on_accepted = self.rounds.delivered
+        self.follower.heartbeats.beat = self._beat
+        self.follower.neighbourhood.capacity = self._capacity
         node.on_push = ingest.push
         node.more_doors = {"push": ingest.refusals, "group": intake.reasons}
-        await self.follower.put_manifest()
+        await self.follower.neighbourhood.put_manifest()
         if chain.head is None:
             await self._publish_first()
         await self._announce(chain.head)
@@ -169,6 +187,7 @@ class Trainer:
         if old is not None:
             _refuse_change_of_kind(old.message, new.message)
         self.follower.rules.learn(new)
+        await self.follower.keep_manifest()
         if new is not old:
             version = max((unseal(raw, Announcement).message.version for raw in await self.store.chain()), default=-1)
             await record.set_manifest(new, version)
@@ -193,8 +212,8 @@ class Trainer:
         chain = await follower.open_chain()
         follower.store = None  # from here on a version is stored by the step's own transaction
         before = chain.version
-        await follower.read_peers()
-        for peer_id in dict.fromkeys([*self.node.bootstraps.values(), *list(follower.ads)[:3]]):
+        await follower.neighbourhood.read_peers()
+        for peer_id in dict.fromkeys([*self.node.bootstraps.values(), *list(follower.neighbourhood.ads)[:3]]):
             if peer_id != self.node.peer_id:
                 await follower.catch_up(peer_id)
         known = max(chain.version, await self._head_in_directory())
@@ -302,6 +321,9 @@ class Trainer:
         self.spent.wait_s += waited_s
         self.spent.train_s += trained_s
         self.spent.publish_s += published_s
+        spent_s = trained_s + published_s
+        self.step_s = spent_s if self.step_s is None else self.step_s + STEP_GAIN * (spent_s - self.step_s)
+        self.follower.heartbeats.hurry()
         lags = [steps_before - group.oldest_version for group in batch]
         self.node.metrics.emit(
             "step",
@@ -316,6 +338,9 @@ class Trainer:
             logprob_gap=report.abs_logprob_gap_mean,
             lag_max=max(lags),
             lag_mean=sum(lags) / len(lags),
+            lag_door_max=max(group.arrived_step - group.oldest_version for group in batch),
+            lag_queue_max=max(steps_before - group.arrived_step for group in batch),
+            mode=self.mode,
             groups=len(batch),
             queued=self.parts.intake.queued,
             train_s=round(trained_s, 4),
@@ -324,27 +349,67 @@ class Trainer:
             tokens=report.tokens,
         )
 
+    @property
+    def mode(self) -> Mode:
+        """How rollouts reach us now."""
+        orders = self.follower.orders
+        assert orders is not None
+        return orders.mode
+
     async def _next_batch(self) -> tuple[Queued, ...]:
-        """Gate 3: a full batch within the bound, waiting for it if need be."""
+        """Gate 3: a full batch within the bound. In sequential mode it is called for, otherwise waited for."""
         parts = self.parts
-        while True:
-            parts.ingest.arrived.clear()
-            async with parts.ingest.lock:
-                batch = parts.intake.take(self.learner.steps)
-                if batch is not None and batch.stale:
-                    await self._set_stale(batch.stale)
-            if batch is not None and batch.groups:
-                return batch.groups
-            try:
-                async with asyncio.timeout(NO_ROLLOUTS_S):
-                    await parts.ingest.arrived.wait()
-            except TimeoutError:
-                queued, wanted = parts.intake.queued, parts.intake.batch_groups
-                alive = len(self.node.sessions.alive(time.monotonic()))
-                self.node.warn(
-                    "waiting for rollouts",
-                    f"{queued} of {wanted} groups queued, {alive} peers alive; give others the line to join with",
-                )
+        warned_s = time.monotonic()
+        try:
+            while True:
+                parts.ingest.arrived.clear()
+                async with parts.ingest.lock:
+                    self._set_bound()
+                    batch = parts.intake.take(self.learner.steps)
+                    if batch is not None and batch.stale:
+                        await self._set_stale(batch.stale)
+                if batch is not None and batch.groups:
+                    return batch.groups
+                self._call_or_wait()
+                if time.monotonic() - warned_s > NO_ROLLOUTS_S:
+                    warned_s = time.monotonic()
+                    self._warn_of_waiting()
+                try:
+                    async with asyncio.timeout(BEAT_S / 2):
+                        await parts.ingest.arrived.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            self.waits = False
+            self.rounds.close(parts.intake.batch_groups)
+
+    def _set_bound(self) -> None:
+        """A round's groups are of its own version, or `refresh_gap` older; generated ahead, within max_lag."""
+        manifest = self.follower.manifest
+        sequential = self.mode == "sequential"
+        self.parts.intake.limit(manifest.coordination.refresh_gap if sequential else manifest.max_lag)
+
+    def _call_or_wait(self) -> None:
+        missing = self.parts.intake.batch_groups - self.parts.intake.queued
+        if self.mode == "sequential":
+            self.waits = False
+            self.rounds.keep_open(self.parts.chain.version, missing)
+        elif not self.waits:
+            self.waits = True
+            self.rounds.drop()
+            self.follower.heartbeats.hurry()
+
+    def _wanted(self) -> int | None:
+        """Groups that we wait for, because peers generate on their own."""
+        return max(0, self.parts.intake.batch_groups - self.parts.intake.queued) if self.waits else None
+
+    def _warn_of_waiting(self) -> None:
+        queued, wanted = self.parts.intake.queued, self.parts.intake.batch_groups
+        alive = len(self.node.sessions.alive(time.monotonic()))
+        self.node.warn(
+            "waiting for rollouts",
+            f"{queued} of {wanted} groups queued, {alive} peers alive; give others the line to join with",
+        )
 
     async def _set_stale(self, groups: Sequence[Queued]) -> None:
         await self.parts.store.set_state([group.digest for group in groups], "stale", self.learner.steps)
@@ -390,7 +455,7 @@ class Trainer:
         """Tell everybody, by gossip now and by the DHT in the background of the next step."""
         if sealed is not None:
             await self.follower.publish(sealed)
-            self.follower.head_changed()
+            self.follower.neighbourhood.head_changed()
 
     async def _publish_first(self) -> None:
         """Version 0: the freshly initialised adapter, trained on nothing."""
@@ -464,6 +529,7 @@ class Trainer:
             train_s=round(self.spent.train_s, 3),
             wait_s=round(self.spent.wait_s, 3),
             publish_s=round(self.spent.publish_s, 3),
+            moved=self.rounds.moved,
             bytes={
                 "adapters": self.node.exchange.sent_bytes,
                 "rollouts": self.parts.ingest.received_bytes,
@@ -482,15 +548,25 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the threads and close the files."""
+        self.rounds.cancel()
         self._thread.shutdown(cancel_futures=True)
         self._resources.close()
 
     # ------------------------------------------------------------------ telling others
 
     def _beat(self) -> Heartbeat:
-        version = self.parts.chain.version
+        version, intake = self.parts.chain.version, self.parts.intake
         return Heartbeat(
-            run=self.options.run, session=self.node.session, role="trainer", version=version if version >= 0 else None
+            run=self.options.run,
+            session=self.node.session,
+            role="trainer",
+            version=version if version >= 0 else None,
+            step=self.parts.ingest.steps_done,
+            queued=intake.queued,
+            step_s=self.step_s,
+            wanted=self._wanted(),
+            accepted=intake.counts["accepted"],
+            stale=intake.counts["stale"] + intake.counts["stale_in_queue"],
         )
 
     def _capacity(self) -> CapacityAd:
@@ -510,7 +586,7 @@ class Trainer:
             now_s = time.monotonic()
             rows = []
             for peer_id, seen in self.node.neighbours.items():
-                ad = self.follower.ads.get(peer_id)
+                ad = self.follower.neighbourhood.ads.get(peer_id)
                 rows.append(
                     {
                         "peer_id": peer_id,

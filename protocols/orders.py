@@ -28,7 +28,8 @@ class Orders:
         self.coordinator: str | None = None
         """Whose directive was obeyed last."""
         self.heard_s: float | None = None
-        """When its last directive or answer came."""
+        """When a directive or an answer of a coordinator last came."""
+        self._lost = False
         self.newest: Sealed[Directive] | None = None
         self.min_version = 0
         self._number = -1
@@ -44,8 +45,8 @@ class Orders:
         """Go on under a newer revision. Whoever is no longer eligible is no longer obeyed; the fence stays."""
         self.manifest = manifest
         if self.coordinator is not None and self.coordinator not in manifest.eligible:
-            self.coordinator = self.newest = self.heard_s = None
-            self.min_version = 0
+            self.coordinator = self.newest = None
+            self.min_version, self._lost = 0, True
 
     def leads(self, peer_id: str, term: int) -> bool:
         """Is this the coordinator that the fence stands at? What anybody else grants does not count."""
@@ -53,15 +54,15 @@ class Orders:
 
     def alone(self, now_s: float) -> bool:
         """True when no coordinator has been heard for three beats: the peer keeps the bound itself."""
-        return self.heard_s is None or now_s - self.heard_s >= SILENT_S
+        return self._lost or self.heard_s is None or now_s - self.heard_s >= SILENT_S
 
     def heard(self, now_s: float) -> None:
         """The coordinator gave a sign of life other than a directive."""
-        self.heard_s = now_s
+        self.heard_s, self._lost = now_s, False
 
     def lost(self) -> None:
         """The coordinator does not answer: do not wait for three beats."""
-        self.heard_s = None
+        self._lost = True
 
     def take(self, sealed: Sealed[Directive], now_s: float, wall_s: float) -> bool:
         """Obey a directive: True if it is news, False if it is known or of a lower term (S6).
@@ -80,7 +81,8 @@ class Orders:
             return False
         if (sealed.sender, said.term) != (self.coordinator, self.term):
             self.coordinator, self.term = sealed.sender, said.term
-        self._number, self.newest, self.heard_s = said.number, sealed, now_s
+        self._number, self.newest = said.number, sealed
+        self.heard(now_s)
         self.min_version = max(self.min_version, said.min_version)
         self._change_mode(said.mode, now_s)
         return True

@@ -61,6 +61,11 @@ class Round:
         """Everything that was needed has come."""
         return self._delivered >= self.needed
 
+    @property
+    def num_peers(self) -> int:
+        """Peers that delivered something."""
+        return sum(worker.delivered > 0 for worker in self._workers.values())
+
     def peers(self, rates: Mapping[str, float | None], now_s: float) -> list[Call]:
         """Who is there now, with their rates. Newcomers get work; who is not named any more loses what it owes."""
         for peer_id, rate in rates.items():

@@ -35,6 +35,8 @@ from protocols.messages import (
     Refused,
     Reply,
     Request,
+    RoundCall,
+    StatusRequest,
     Verdict,
     decode_reply,
     decode_request,
@@ -62,6 +64,7 @@ LAG_REPORT_S = 5.0
 
 Role = Literal["bootstrap", "trainer", "inference"]
 PushHandler = Callable[[PushRollouts, str], Awaitable[Reply]]
+RoundHandler = Callable[[RoundCall, str], Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,7 @@ class Node:
         self.bootstraps: dict[str, str] = {}
         """Bootstrap addresses that answered, and their peer ids."""
         self.on_push: PushHandler | None = None
+        self.on_round: RoundHandler | None = None
         self.more_doors: dict[str, Counter[str]] = {}
         """Counters of what a role refuses, by door and reason, for the metrics."""
         self.host: Host
@@ -173,7 +177,7 @@ class Node:
         for address, fault in faults:
             self.warn("bootstrap unreachable", f"{address}: {fault}")
             for follower in self.followers.values():
-                follower.known_unreachable(address, fault)
+                follower.heartbeats.known_unreachable(address, fault)
 
     async def _greet(self, address: str, run: str | None) -> TransportFault | None:
         try:
@@ -235,6 +239,10 @@ class Node:
                 return Refused("unknown run") if follower is None else Envelopes(follower.page(first))
             case PushRollouts():
                 return Refused("not a trainer") if self.on_push is None else await self.on_push(request, peer_id)
+            case RoundCall():
+                return Refused("not an inference peer") if self.on_round is None else self.on_round(request, peer_id)
+            case StatusRequest(run):
+                return self._on_status(run)
 
     def _on_hello(self, hello: Hello, peer_id: str) -> HelloReply:
         detail = ""
@@ -259,8 +267,10 @@ class Node:
             self.neighbours.pop(peer_id, None)
         elif verdict == "ok":
             self.neighbours[peer_id] = Neighbour(beat, time.monotonic())
-            follower.heard_of(peer_id, beat.version)
+            follower.neighbourhood.heard_of(peer_id, beat.version)
         step, queued = follower.progress()
+        grant = follower.grant(peer_id, beat) if verdict == "ok" else None
+        orders = follower.orders
         head = follower.chain.version if follower.chain is not None else -1
         return HeartbeatReply(
             verdict="banned" if follower.ignores(peer_id) else verdict,
@@ -270,7 +280,20 @@ class Node:
             queued=queued,
             ended=follower.ended.is_set(),
             next_counter=follower.next_counter_of(peer_id),
+            wanted=follower.wanted(),
+            term=orders.term if orders is not None else None,
+            coordinator=orders.coordinator if orders is not None else None,
+            directive=orders.newest.raw if orders is not None and orders.newest is not None else None,
+            limit=grant.limit if grant is not None else None,
+            sources=grant.sources if grant is not None else (),
         )
+
+    def _on_status(self, run: str) -> Reply:
+        follower = self.followers.get(run)
+        if follower is None:
+            return Refused("unknown run")
+        status = follower.status(time.monotonic(), now_ms())
+        return Refused("no manifest yet") if status is None else status
 
     # ------------------------------------------------------------------ loops
 

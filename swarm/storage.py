@@ -20,7 +20,8 @@ from protocols.delivery import Queued
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_SCHEMAS = (0, 1, SCHEMA_VERSION)  # 0 is a new file; 1 did not record when a group arrived
 _PEER_SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS chain (version INTEGER PRIMARY KEY, envelope BLOB NOT NULL);
@@ -31,7 +32,7 @@ CREATE TABLE IF NOT EXISTS outbox (counter INTEGER PRIMARY KEY, body BLOB NOT NU
 _TRAINER_SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, producer TEXT NOT NULL, counter INTEGER NOT NULL,
     oldest INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER, body BLOB, rewards BLOB,
-    UNIQUE (producer, counter));
+    arrived INTEGER, UNIQUE (producer, counter));
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, step);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, checkpoint TEXT NOT NULL, digest BLOB NOT NULL);
 """
@@ -60,11 +61,12 @@ class Store:
             raise ValueError(f"{self.path} cannot be used: {error}") from error
         try:
             (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found not in (0, SCHEMA_VERSION):
+            if found not in READABLE_SCHEMAS:
                 raise ValueError(f"{self.path} was written by another version of echo-swarm (schema {found})")
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
             db.executescript(self.schema)
+            self._migrate(db)
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         except sqlite3.DatabaseError as error:
             db.close()
@@ -73,6 +75,9 @@ class Store:
             db.close()
             raise
         return db
+
+    def _migrate(self, db: sqlite3.Connection) -> None:
+        """Bring tables of an older schema up to date. Wherever it is interrupted, the next start goes on with it."""
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` as one transaction: all of it is durable when this returns, or none. OSError when it fails."""
@@ -204,22 +209,17 @@ class TrainerStore(PeerStore):
 
     schema = _PEER_SCHEMA + _TRAINER_SCHEMA
 
+    def _migrate(self, db: sqlite3.Connection) -> None:
+        if all(column[1] != "arrived" for column in db.execute("PRAGMA table_info(groups)")):
+            db.execute("ALTER TABLE groups ADD COLUMN arrived INTEGER")
+
     async def add_groups(self, groups: list[AcceptedGroup]) -> None:
         """Accepted groups, durable when this returns; only then may the receipt be signed."""
-        rows = [
-            (
-                g.queued.digest,
-                g.queued.producer,
-                g.queued.counter,
-                g.queued.oldest_version,
-                "queued",
-                None,
-                g.body,
-                g.rewards,
-            )
-            for g in groups
-        ]
-        await self.write("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        query = (
+            "INSERT INTO groups (digest, producer, counter, oldest, arrived, state, body, rewards) "
+            "VALUES (?, ?, ?, ?, ?, 'queued', ?, ?)"
+        )
+        await self.write(query, [(*_columns(group.queued), group.body, group.rewards) for group in groups])
 
     async def bodies(self, digests: list[bytes]) -> list[tuple[bytes, bytes]]:
         """(encoded group, rewards) of queued groups, in the order asked for."""
@@ -256,9 +256,12 @@ class TrainerStore(PeerStore):
 
     async def groups(self, state: str, since_version: int = 0) -> list[Queued]:
         """Groups in a state, of versions from `since_version` on, in order of arrival."""
-        query = "SELECT digest, producer, counter, oldest FROM groups WHERE state = ? AND oldest >= ? ORDER BY rowid"
+        query = (
+            "SELECT digest, producer, counter, oldest, arrived FROM groups WHERE state = ? AND oldest >= ? "
+            "ORDER BY rowid"
+        )
         rows = await self.run(lambda db: db.execute(query, (state, since_version)).fetchall())
-        return [Queued(bytes(row[0]), str(row[1]), int(row[2]), int(row[3])) for row in rows]
+        return [Queued(*row) for row in rows]
 
     async def consumed(self, first_step: int, end_step: int) -> list[tuple[bytes, str, int, int]]:
         """Groups trained at steps first_step .. end_step - 1: digest, producer, oldest version, step."""
@@ -279,6 +282,10 @@ class TrainerStore(PeerStore):
         query = "SELECT producer, max(counter) + 1 FROM groups GROUP BY producer"
         rows = await self.run(lambda db: db.execute(query).fetchall())
         return {str(producer): int(counter) for producer, counter in rows}
+
+
+def _columns(group: Queued) -> tuple[object, ...]:
+    return group.digest, group.producer, group.counter, group.oldest_version, group.arrived_step
 
 
 def _set_meta(db: sqlite3.Connection, name: str, value: bytes) -> None:

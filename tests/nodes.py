@@ -77,8 +77,8 @@ class Running:
                 addresses=tuple(node.host.addresses[:16]),
             )
 
-        follower.capacity = capacity
-        follower.beat = lambda: Heartbeat(run=RUN, session=node.session, role=node.config.role, version=held())
+        follower.neighbourhood.capacity = capacity
+        follower.heartbeats.beat = lambda: Heartbeat(run=RUN, session=node.session, role=node.config.role, version=held())
 
     async def join(self) -> None:
         """What an inference peer does before its loops start: manifest, chain, the head as others know it."""
@@ -87,7 +87,7 @@ class Running:
         self.advertise()
         for peer_id in self.node.bootstraps.values():
             await self.follower.catch_up(peer_id)
-        await self.follower.read_head()
+        await self.follower.neighbourhood.read_head()
 
     async def announce(self, version: int, adapter: AdapterRef | None = None) -> Sealed[Announcement]:
         """The trainer's next version, published once, as peers/trainer.py does."""
@@ -97,7 +97,7 @@ class Running:
         sealed = announcement(version, chain.head_hash, **changes)
         chain.extend(sealed)
         await self.follower.publish(sealed)
-        self.follower.head_changed()
+        self.follower.neighbourhood.head_changed()
         return sealed
 
     async def stop(self) -> None:
@@ -150,7 +150,7 @@ class Nodes:
         running.follower.rules.learn(seal(OWNER, manifest(trainers=(TRAINER_ID,))))
         await running.follower.open_chain()
         running.advertise()
-        await running.follower.put_manifest()
+        await running.follower.neighbourhood.put_manifest()
         running.run()
         return running
 

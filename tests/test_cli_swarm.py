@@ -132,7 +132,7 @@ async def publish_manifests(home: Path, address: str, runs: list[tuple[RunFolder
                 follower = node.followers[run.run]
                 fields = {"run": run.run, "revision": 0, "trainers": run.config.trainers, "issued_ms": now_ms()}
                 follower.rules.learn(seal(run.owner.key, Manifest(**{**fields, **changes})))
-                await follower.put_manifest()
+                await follower.neighbourhood.put_manifest()
     finally:
         await node.close()
 

@@ -438,7 +438,7 @@ async def test_nonsense_from_a_peer_with_another_kind_of_key_does_not_end_the_no
         worker.run()
         for _ in range(9):
             worker.follower._enqueue(rsa, b"nonsense")
-        worker.follower.heard_of(rsa, 1000)  # it also claims to hold what nobody has
+        worker.follower.neighbourhood.heard_of(rsa, 1000)  # it also claims to hold what nobody has
         await worker.follower.catch_up(rsa)
         await until(lambda: worker.follower.ignores(rsa))
         await trainer.announce(1)

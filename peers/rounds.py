@@ -1,0 +1,157 @@
+"""Sequential mode, both ends: the trainer's calls for a round, and an inference peer's share of one.
+
+    trainer: Rounds --RoundCall--> inference peer: RoundWork --groups, pushed like all others--> Ingest --> Rounds
+
+Which peer owes what, and what moves when one stalls, is decided in protocols/rounds.py. A call may be lost or
+repeated: it names a total. What a peer makes of it travels like any other rollout, receipts and all.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocols.delivery import Queued
+from protocols.faults import PeerFault, TransportFault
+from protocols.identity import short
+from protocols.messages import RoundCall, RoundReply
+from protocols.presence import SILENT_S
+from protocols.rounds import Call, Round
+from swarm.follower import Follower
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0  # a peer answers a call at once, before it generates
+
+
+class Rounds:
+    """The trainer's rounds, one at a time."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self.node = follower.node
+        self.moved = 0
+        """Groups that were called from another peer, in all rounds."""
+        self.open: Round | None = None
+        self._opened_s = 0.0
+        self._number = 0
+        self._suspects: dict[str, int | None] = {}
+        """Peers that stalled, and the version they held then: trusted again once they hold a newer one, or deliver."""
+        self._to_call: dict[str, tuple[Round, Call]] = {}
+        """The newest call that a peer has not got yet: calls to one peer must not overtake one another."""
+        self._calling: dict[str, asyncio.Task[None]] = {}
+
+    def keep_open(self, version: int, missing: int) -> None:
+        """Open a round for `missing` groups, or look after the one that is open. Called again each second at least."""
+        now_s = time.monotonic()
+        if self.open is None:
+            self._number = max(self._number + 1, int(time.time()))  # rises over restarts too
+            self.open, self._opened_s = Round(self._number, version, missing), now_s
+        calls = self.open.peers(self._rates(now_s), now_s)
+        self._make(self.open, calls + self.open.tick(now_s))
+
+    def delivered(self, peer_id: str, groups: Sequence[Queued]) -> None:
+        """Groups of this peer were accepted."""
+        self._suspects.pop(peer_id, None)
+        if self.open is not None:
+            self._make(self.open, self.open.delivered(peer_id, len(groups), time.monotonic()))
+
+    def drop(self) -> None:
+        """Rounds are called no more: the mode has changed."""
+        self.open = None
+
+    def close(self, groups: int) -> None:
+        """The batch is complete."""
+        ended, self.open = self.open, None
+        if ended is None:
+            return
+        self.moved += ended.moved
+        for peer_id in ended.stalled:
+            seen = self.node.neighbours.get(peer_id)
+            self._suspects.setdefault(peer_id, seen.beat.version if seen is not None else None)
+        self.node.metrics.emit(
+            "round",
+            number=ended.number,
+            version=ended.version,
+            groups=groups,
+            peers=ended.num_peers,
+            moved=ended.moved,
+            stalled=sorted(ended.stalled),
+            seconds=round(time.monotonic() - self._opened_s, 3),
+        )
+
+    def _rates(self, now_s: float) -> dict[str, float | None]:
+        """Inference peers that are alive, without those that stalled unless there is nobody else."""
+        alive = {
+            peer_id: seen.beat
+            for peer_id, seen in self.node.neighbours.items()
+            if seen.beat.role == "inference" and seen.beat.run == self.follower.run and now_s - seen.heard_s < SILENT_S
+        }
+        for peer_id, version in list(self._suspects.items()):
+            if peer_id in alive and (alive[peer_id].version or 0) > (version or 0):
+                del self._suspects[peer_id]
+        trusted = {peer_id: beat for peer_id, beat in alive.items() if peer_id not in self._suspects} or alive
+        return {peer_id: beat.groups_per_s for peer_id, beat in trusted.items()}
+
+    def _make(self, opened: Round, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._to_call[call.peer_id] = (opened, call)
+            if call.peer_id not in self._calling:
+                self._calling[call.peer_id] = asyncio.create_task(self._call(call.peer_id))
+
+    async def _call(self, peer_id: str) -> None:
+        try:
+            while peer_id in self._to_call:
+                opened, call = self._to_call.pop(peer_id)
+                if self.open is not opened:
+                    continue
+                taken = await self._ask(opened, call)
+                if taken < call.count and self.open is opened:
+                    self._make(opened, opened.refused(peer_id, taken, time.monotonic()))
+        finally:
+            del self._calling[peer_id]
+
+    async def _ask(self, opened: Round, call: Call) -> int:
+        """How many groups the peer takes on; 0 if it does not answer."""
+        request = RoundCall(
+            run=self.follower.run,
+            number=opened.number,
+            version=opened.version,
+            refresh_gap=self.follower.manifest.coordination.refresh_gap,
+            count=call.count,
+        )
+        try:
+            reply = await self.node.ask(call.peer_id, request, CALL_TIMEOUT_S)
+        except (TransportFault, PeerFault) as fault:
+            log.info("round %d: %s does not take its part: %s", opened.number, short(call.peer_id), fault)
+            return 0
+        return reply.taken if isinstance(reply, RoundReply) else 0
+
+    def cancel(self) -> None:
+        """Wait for no answer any more."""
+        for task in self._calling.values():
+            task.cancel()
+
+
+@dataclass(slots=True)
+class RoundWork:
+    """What an inference peer was called for, and how much of it is begun."""
+
+    number: int = -1
+    version: int = 0
+    refresh_gap: int = 0
+    count: int = 0
+    begun: int = 0
+
+    def called(self, call: RoundCall) -> None:
+        """Take a call of the trainer. Another number is another round: what was left of the last one is not wanted."""
+        if call.number != self.number:
+            self.number, self.begun = call.number, 0
+        self.version, self.refresh_gap, self.count = call.version, call.refresh_gap, call.count
+
+    def left(self, loaded: int, head: int) -> int:
+        """Groups that may be begun under version `loaded`, when `head` is the newest verified; 0: refresh first."""
+        if max(head, self.version) - loaded > self.refresh_gap:
+            return 0
+        return max(0, self.count - self.begun)

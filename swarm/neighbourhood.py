@@ -1,0 +1,219 @@
+"""Who else is in a run, where they are, and what they hold: the directory's records, kept and read.
+
+our records (manifest, capacity, head) --renewed--> DHT --read--> ads, holders --> connections, sources
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protocols.directory import (
+    HEAD_LIFE_S,
+    HEAD_REFRESH_S,
+    MANIFEST_LIFE_S,
+    PEER_LIFE_S,
+    PEER_RENEW_S,
+    RecordKey,
+    RecordKind,
+    shard_of,
+)
+from protocols.envelopes import Sealed, seal, unseal
+from protocols.faults import PeerFault, TransportFault
+from protocols.identity import short
+from protocols.messages import CapacityAd
+from protocols.presence import BEAT_S, SILENT_S
+
+if TYPE_CHECKING:
+    from swarm.follower import Follower
+
+log = logging.getLogger(__name__)
+
+MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
+NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
+DIRECTORY_READ_S = 15.0
+CAPACITY_FIRST_S = 1.0
+FAREWELL_S = 1.0  # a last word is a courtesy: others notice three lost beats
+
+
+class Neighbourhood:
+    """The directory of one run, and the peers around us."""
+
+    def __init__(self, follower: "Follower") -> None:
+        self.follower = follower
+        self.node = follower.node
+        self.capacity: Callable[[], CapacityAd] | None = None
+        self.ads: dict[str, Sealed[CapacityAd]] = {}
+        self.holders: dict[str, int] = {}
+        """Version that each neighbour said it holds."""
+        self._rng = random.Random(self.node.session)
+        self._head_changed = False
+
+    # ------------------------------------------------------------------ our records
+
+    async def keep_records(self) -> None:
+        """Keep the manifest alive, renew our capacity, refresh the head (the trainer's)."""
+        last_s = dict.fromkeys(("manifest", "capacity", "head"), -1e9)
+        rules = self.follower.rules
+        while True:
+            now_s = time.monotonic()
+            await self.follower.keep_manifest()
+            if rules.manifest is not None and now_s - last_s["manifest"] > MANIFEST_LIFE_S / 3:
+                last_s["manifest"] = now_s
+                await self._put(RecordKind.MANIFEST, rules.manifest.raw, MANIFEST_LIFE_S)
+            if self.capacity is not None and now_s - last_s["capacity"] > PEER_RENEW_S:
+                last_s["capacity"] = now_s
+                await self._put_capacity(self.capacity())
+            if self._head_changed or now_s - last_s["head"] > HEAD_REFRESH_S:
+                last_s["head"] = now_s
+                self._head_changed = False
+                await self.put_head()
+            await asyncio.sleep(CAPACITY_FIRST_S)
+
+    def head_changed(self) -> None:
+        """Our own head moved: store it in the DHT soon."""
+        self._head_changed = True
+
+    async def put_head(self) -> None:
+        """Store the head of the chain in the DHT, if it is our own announcement."""
+        head = self.follower.chain.head if self.follower.chain is not None else None
+        if head is not None and head.sender == self.node.peer_id:
+            await self._put(RecordKind.HEAD, head.raw, HEAD_LIFE_S)
+
+    async def put_manifest(self) -> None:
+        """Store the manifest in the DHT now."""
+        if self.follower.rules.manifest is not None:
+            await self._put(RecordKind.MANIFEST, self.follower.rules.manifest.raw, MANIFEST_LIFE_S)
+
+    async def say_farewell(self) -> None:
+        """Our last record says that we are gone (case B92). Bounded, best effort."""
+        if self.capacity is None:
+            return
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._put_capacity(msgspec.structs.replace(self.capacity(), online=False))
+        except TimeoutError:
+            log.info("the directory was not told that we leave")
+
+    async def _put_capacity(self, ad: CapacityAd) -> None:
+        await self._put(RecordKind.PEERS, seal(self.node.identity.key, ad).raw, PEER_LIFE_S)
+
+    async def _put(self, kind: RecordKind, raw: bytes, life_s: float) -> None:
+        me, manifest = self.node.peer_id, self.follower.rules.manifest
+        shard = shard_of(me, manifest.message.directory_shards if manifest else 1)
+        key = RecordKey(self.follower.run, kind, shard if kind is RecordKind.PEERS else 0)
+        subkey = None if kind is RecordKind.MANIFEST else me
+        try:
+            stored = await self.node.directory.put(key, raw, time.time() + life_s, subkey)
+        except TransportFault as fault:
+            log.info("could not store %s: %s", kind, fault)
+            return
+        if not stored:
+            log.debug("%s was not stored: a newer one is there, or nobody answered", kind)
+
+    # ------------------------------------------------------------------ the others'
+
+    async def keep_near(self) -> None:
+        """Know the others, be connected to some of them, and ask them for what was missed."""
+        while True:
+            await self.read_peers()
+            await self._connect_some()
+            chain = self.follower.chain
+            if chain is not None:
+                await self.read_head()
+                newer = [peer for peer, version in self.holders.items() if version > chain.version]
+                for peer_id in self._some(newer):
+                    await self.follower.catch_up(peer_id)
+            await asyncio.sleep(DIRECTORY_READ_S if self.ads.keys() - {self.node.peer_id} else CAPACITY_FIRST_S)
+
+    def heard_of(self, peer_id: str, version: int | None) -> None:
+        """A neighbour said which version it holds: a source for it, and perhaps news."""
+        if version is not None:
+            self.holders[peer_id] = version
+
+    async def read_head(self) -> None:
+        """Read the trainers' head records and take what is new. Faults are counted, not raised."""
+        try:
+            records = await self.node.directory.get(RecordKey(self.follower.run, RecordKind.HEAD))
+        except TransportFault as fault:
+            log.info("could not read the head: %s", fault)
+            return
+        for subkey, raw in records.items():
+            try:
+                await self.follower.take(raw, subkey or "")
+            except PeerFault as fault:
+                self.follower.refusals[fault.reason] += 1
+
+    async def read_peers(self) -> None:
+        """Read every shard of the capacity directory."""
+        manifest = self.follower.rules.manifest
+        found: dict[str, Sealed[CapacityAd]] = {}
+        for shard in range(manifest.message.directory_shards if manifest else 1):
+            try:
+                records = await self.node.directory.get(RecordKey(self.follower.run, RecordKind.PEERS, shard))
+            except TransportFault as fault:
+                log.info("could not read the directory: %s", fault)
+                continue
+            for subkey, raw in records.items():
+                try:
+                    ad = unseal(raw, CapacityAd)
+                except PeerFault as fault:
+                    self.follower.refusals[fault.reason] += 1
+                    continue
+                if ad.message.online:
+                    found[subkey or ""] = ad
+        self.ads = found
+        for peer_id, ad in found.items():
+            self.heard_of(peer_id, ad.message.version)
+        self.holders = {peer: version for peer, version in self.holders.items() if peer in found or self._near(peer)}
+
+    def _near(self, peer_id: str) -> bool:
+        seen = self.node.neighbours.get(peer_id)
+        return seen is not None and time.monotonic() - seen.heard_s < SILENT_S
+
+    def _some(self, peers: Iterable[str]) -> list[str]:
+        """A few, by lot: nobody can stand in front, and requests spread."""
+        found = list(peers)
+        return self._rng.sample(found, min(len(found), NEIGHBOURS_ASKED))
+
+    async def _connect_some(self) -> None:
+        try:
+            connected = set(await self.node.host.peers())
+        except TransportFault:
+            return
+        strangers = [peer for peer in self.ads if peer not in connected and peer != self.node.peer_id]
+        self._rng.shuffle(strangers)
+        for peer_id in strangers[: max(0, MESH_PEERS - len(connected))]:
+            try:
+                await self.reach(peer_id)
+            except TransportFault as fault:
+                log.info("cannot reach %s: %s", short(peer_id), fault)
+
+    async def reach(self, peer_id: str) -> None:
+        """Connect to a peer at the addresses it advertises. Raises TransportFault."""
+        if peer_id not in self.ads:
+            await self.read_peers()
+        ad = self.ads.get(peer_id)
+        fault = TransportFault("unreachable", f"{short(peer_id)} advertises no address")
+        for address in ad.message.addresses if ad is not None else ():
+            try:
+                if await self.node.host.connect(address, BEAT_S) == peer_id:
+                    return
+            except TransportFault as error:
+                fault = error
+        raise fault
+
+    def sources(self, version: int) -> list[str]:
+        """Whom to ask for a version: some that said they hold it, the trainers, then some that may have got it since.
+
+        Advertisements are up to half a minute old, and a trainer may be gone: one that lacks a blob says so at once.
+        """
+        trainers = list(self.follower.trainers())
+        others = {peer for peer, ad in self.ads.items() if ad.message.role == "inference"} | self.holders.keys()
+        others = {peer for peer in others - {self.node.peer_id, *trainers} if not self.follower.ignores(peer)}
+        holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
+        return self._some(sorted(holders)) + trainers + self._some(sorted(others - holders))
