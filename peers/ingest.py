@@ -10,6 +10,7 @@ gaps. An accepted group is on disk before the receipt that lets its producer for
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -101,6 +102,8 @@ class Ingest:
         self.closed = False
         self.received_bytes = 0
         self.arrived = asyncio.Event()
+        self.on_accepted: Callable[[str, Sequence[Queued]], None] | None = None
+        """Called with (producer, groups) once they are on disk, before the receipt leaves."""
         self.lock = asyncio.Lock()
         self.refusals: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingest")
@@ -111,11 +114,11 @@ class Ingest:
         self.received_bytes += len(request.envelope)
         try:
             groups = self._open(request, peer_id).message.groups
-            self._admit(peer_id, groups)  # before the work
+            groups = groups[: self._admit(peer_id, len(groups))]  # before the work
             loop = asyncio.get_running_loop()
             checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, groups)
             # Whoever hangs up now must not tear apart what goes into memory and what goes onto the disk.
-            judging = asyncio.create_task(self._judge_alone(peer_id, groups, checked))
+            judging = asyncio.create_task(self._judge_alone(peer_id, checked))
             self._judging.add(judging)
             judging.add_done_callback(self._judging.discard)
             return await asyncio.shield(judging)
@@ -132,11 +135,11 @@ class Ingest:
             raise PeerFault("foreign run", sealed.message.run)
         return sealed
 
-    def _admit(self, peer_id: str, groups: tuple[RolloutGroup, ...]) -> None:
-        """May this push be looked at now? Raises PeerFault."""
+    def _admit(self, peer_id: str, num_groups: int) -> int:
+        """How many groups of this push may be looked at now. Raises PeerFault when none may."""
         if self.closed:
             raise PeerFault("run ended")
-        self.intake.admit(peer_id, len(groups))
+        return self.intake.admit(peer_id, num_groups)
 
     @property
     def node_run(self) -> str:
@@ -146,19 +149,20 @@ class Ingest:
     def _check_all(self, peer_id: str, groups: tuple[RolloutGroup, ...]) -> list[Checked]:
         return [self.checker.check(peer_id, group, self.chain) for group in groups]
 
-    async def _judge_alone(self, peer_id: str, groups: tuple[RolloutGroup, ...], checked: list[Checked]) -> Reply:
+    async def _judge_alone(self, peer_id: str, checked: list[Checked]) -> Reply:
         async with self.lock:
-            self._admit(peer_id, groups)  # again: pushes that were checked side by side add up
-            return await self._judge(peer_id, checked)
+            allowed = self._admit(peer_id, len(checked))  # again: pushes that were checked side by side add up
+            return await self._judge(peer_id, checked[:allowed])
 
     async def _judge(self, peer_id: str, checked: list[Checked]) -> Reply:
+        steps_done = self.steps_done
         receipts: list[GroupReceipt] = []
         accepted: list[AcceptedGroup] = []
         for each in checked:
-            judged = self.intake.offer(peer_id, each.group, self.steps_done, each.fault)
+            judged = self.intake.offer(peer_id, each.group, steps_done, each.fault)
             receipts.append(judged)
             if judged.outcome == "accepted":
-                queued = Queued(judged.digest, peer_id, each.group.counter, each.group.oldest_version)
+                queued = Queued(judged.digest, peer_id, each.group.counter, each.group.oldest_version, steps_done)
                 body, rewards = msgspec.msgpack.encode(each.group), msgspec.msgpack.encode(each.rewards)
                 accepted.append(AcceptedGroup(queued, body, rewards))
         if accepted:
@@ -169,7 +173,10 @@ class Ingest:
                 self.node.warn("cannot store rollouts", str(error))
                 return Refused("trainer cannot store")
             self.arrived.set()
-        receipt = Receipt(self.node_run, peer_id, tuple(receipts), self.steps_done, self.intake.queued)
+            if self.on_accepted is not None:
+                self.on_accepted(peer_id, [group.queued for group in accepted])
+        outcomes = (*receipts, *self.intake.later(peer_id))
+        receipt = Receipt(self.node_run, peer_id, outcomes, self.steps_done, self.intake.queued)
         return Envelopes((seal(self.node.identity.key, receipt).raw,))
 
     async def training_groups(self, digests: list[bytes]) -> list[TrainingGroup]:

@@ -5,11 +5,12 @@
       until a receipt names it                        ones on disk, then sign the receipt
                                                       queued -> trained | no signal | stale
 
-A lost receipt means the same group comes again and is answered `duplicate`. Both machines hold only what
-they need to decide; their drivers hold the bytes, and rebuild them from disk after a crash.
+A lost receipt means the same group comes again and is answered `duplicate`. A group that was accepted and grew too
+old in the queue is named again, as `stale`, in a later receipt. Both machines hold only what they need to decide;
+their drivers hold the bytes, and rebuild them from disk after a crash.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,11 @@ from protocols.staleness import lag, within_bound
 # Groups a trainer holds before it turns pushes away: eight batches. At pipeline depth 1 honest producers
 # stay under two, so whoever meets this limit is flooding.
 QUEUE_BATCHES_MAX = 8
+# Producers that are told later what became of accepted groups, and outcomes kept for each until its next receipt. A
+# courtesy: the oldest go first. A thousand peers, and as many as a push holds: a receipt at most doubles, to about
+# 100 KB; all of them, if nobody ever came back for his, are some 50 MB.
+LATER_PRODUCERS_MAX = 1024
+LATER_OUTCOMES_MAX = 256
 # Invalid groups after which nothing more is taken from a producer. Honest ones make none; a few may come
 # from a version mismatch that a restart mends.
 INVALID_MAX = 16
@@ -28,6 +34,8 @@ INVALID_MAX = 16
 BLAMED_MAX = 65_536
 # Groups a producer keeps unacknowledged before it stops generating: enough for a minute without a trainer.
 OUTBOX_GROUPS_MAX = 1024
+# Accepted groups of which a producer still believes that they are revised: a full queue of batches of 1024 groups.
+REVISABLE_MAX = QUEUE_BATCHES_MAX * 1024
 PUSH_GROUPS_MAX = 256
 
 
@@ -39,6 +47,17 @@ class Queued:
     producer: str
     counter: int
     oldest_version: int
+    arrived_step: int | None = None
+    """Optimizer steps done when it was accepted; None for one that was stored before this was recorded."""
+
+    @property
+    def lag_in_flight(self) -> int | None:
+        """How old it was when it was accepted, in optimizer steps."""
+        return None if self.arrived_step is None else lag(self.arrived_step, self.oldest_version)
+
+    def lag_in_queue(self, steps_done: int) -> int | None:
+        """How many optimizer steps it has waited by now; with `lag_in_flight` this adds up to its lag."""
+        return None if self.arrived_step is None else steps_done - self.arrived_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,7 @@ class Batch:
     """What one optimizer step consumes, and what was found too old on the way."""
 
     groups: tuple[Queued, ...]
+    """Oldest version first, then by (producer, counter): sums over them do not depend on the order of arrival."""
     stale: tuple[Queued, ...]
 
 
@@ -55,12 +75,15 @@ class Intake:
     def __init__(self, *, max_lag: int, batch_groups: int) -> None:
         self.max_lag = max_lag
         self.batch_groups = batch_groups
+        self._bound = max_lag
         self.counts: Counter[str] = Counter()
         """Groups by what became of them: received, accepted, stale, duplicate, invalid, trained, no_signal."""
         self.reasons: Counter[str] = Counter()
         """Invalid groups by reason."""
         self._queue: OrderedDict[bytes, Queued] = OrderedDict()
         self._taken: dict[bytes, Queued] = {}
+        self._held: Counter[str] = Counter()  # queued and taken groups by producer; nobody stands there with 0
+        self._later: OrderedDict[str, deque[GroupReceipt]] = OrderedDict()
         self._seen: dict[tuple[str, int], tuple[bytes, int]] = {}  # (producer, counter) -> digest, version
         self._next_counter: dict[str, int] = {}
         self._floor: dict[str, int] = {}  # producer -> counters below it that are not in _seen are spent
@@ -74,8 +97,21 @@ class Intake:
         for group in consumed:
             self._remember(group)
         for group in queued:
-            self._remember(group)
-            self._queue[group.digest] = group
+            self._enqueue(group)
+
+    @property
+    def bound(self) -> int:
+        """The lag that gates 2 and 3 allow now: `max_lag`, or less where `limit` says so."""
+        return self._bound
+
+    def limit(self, bound: int) -> None:
+        """Allow only this lag from now on (sequential mode: refresh_gap). LocalFault outside 0 .. max_lag.
+
+        What waits in the queue and is older goes with the next `sweep` or `take`.
+        """
+        if not 0 <= bound <= self.max_lag:
+            raise LocalFault(f"a bound of {bound} is outside 0 .. {self.max_lag}")
+        self._bound = bound
 
     @property
     def queued(self) -> int:
@@ -97,14 +133,31 @@ class Intake:
         """True when this producer has sent too much nonsense to be listened to."""
         return self._invalid[producer] >= INVALID_MAX
 
-    def admit(self, producer: str, num_groups: int) -> None:
-        """May this push be looked at at all? Raises PeerFault: nothing of it was judged, send it later."""
+    def admit(self, producer: str, num_groups: int) -> int:
+        """How many groups of this push, from its first on, may be judged now; the others stay with the producer.
+
+        Raises PeerFault when none may: nothing of it was judged, send it later.
+        """
         if self.quarantined(producer):
             raise PeerFault("quarantined")
         if num_groups > PUSH_GROUPS_MAX:
             raise PeerFault("push too large", f"{num_groups} groups")
-        if self.queued >= QUEUE_BATCHES_MAX * self.batch_groups:
+        limit = QUEUE_BATCHES_MAX * self.batch_groups
+        if self.queued >= limit:
             raise PeerFault("queue full")
+        free = max(limit // 2 - self.queued, min(limit - self.queued, self._share(producer, limit)))
+        if free <= 0:
+            raise PeerFault("queue share", f"{self._held[producer]} of {self.queued} groups")
+        return min(num_groups, free)
+
+    def _share(self, producer: str, limit: int) -> int:
+        """How many more groups this producer may have in a queue that is half full: up to an even part, or one batch.
+
+        One part is kept for whoever comes next, so that nobody fills the queue alone.
+        """
+        held = self._held[producer]
+        num_parts = len(self._held) + (held == 0) + 1
+        return max(self.batch_groups, limit // num_parts) - held
 
     def offer(self, producer: str, group: RolloutGroup, steps_done: int, fault: PeerFault | None) -> GroupReceipt:
         """Judge one group; `fault` is what the content check found. The driver stores it if `accepted`.
@@ -114,7 +167,7 @@ class Intake:
         """
         self.counts["received"] += 1
         digest = group_digest(producer, group)
-        queued = Queued(digest, producer, group.counter, group.oldest_version)
+        queued = Queued(digest, producer, group.counter, group.oldest_version, steps_done)
         seen = self._seen.get((producer, group.counter))
         if seen is not None:
             reason = "" if seen[0] == digest else "counter used"
@@ -124,13 +177,11 @@ class Intake:
         if fault is not None:
             self._blame(producer, fault.reason)
             return self._receipt(queued, "invalid", fault.reason)
-        if not within_bound(steps_done, group.oldest_version, self.max_lag):
-            age = lag(steps_done, group.oldest_version)
-            return self._receipt(queued, "stale", f"lag {age} over {self.max_lag}")
+        if not self._usable(queued, steps_done):
+            return self._receipt(queued, "stale", self._too_old(queued, steps_done))
         if group.counter < self._floor.get(producer, 0):
             return self._receipt(queued, "duplicate", "counter used")
-        self._remember(queued)
-        self._queue[digest] = queued
+        self._enqueue(queued)
         return self._receipt(queued, "accepted", "")
 
     def retract(self, digests: Iterable[bytes]) -> None:
@@ -140,23 +191,26 @@ class Intake:
             if group is None:
                 raise LocalFault("a group was consumed before it was stored")
             del self._seen[group.producer, group.counter]
+            self._release(group)
             self.counts["accepted"] -= 1
             self.counts["received"] -= 1
 
     def sweep(self, steps_done: int) -> tuple[Queued, ...]:
-        """Gate 2: take out what can no longer be used. The driver records it as stale."""
-        old = [
-            group for group in self._queue.values() if not within_bound(steps_done, group.oldest_version, self.max_lag)
-        ]
+        """Gate 2: take out what can no longer be used. The driver records it as stale before a receipt tells so."""
+        old = tuple(group for group in self._queue.values() if not self._usable(group, steps_done))
         for group in old:
             del self._queue[group.digest]
+            self._release(group)
+            reason = f"stale in queue: {self._too_old(group, steps_done)}"
+            self._tell_later(group.producer, GroupReceipt(group.counter, group.digest, "stale", reason))
         self.counts["stale_in_queue"] += len(old)
-        return tuple(old)
+        return old
 
     def take(self, steps_done: int) -> Batch | None:
-        """Gate 3: a full batch of groups within the bound, oldest version first, or None.
+        """Gate 3: a full batch of groups within the bound, or None.
 
-        Taken groups stay this intake's responsibility until `settle`.
+        The oldest versions are taken first, and of one version those that came first. It asks the bound again, whoever
+        else has. Taken groups stay this intake's responsibility until `settle`.
         """
         if self._taken:
             raise LocalFault("a batch is already taken")
@@ -164,14 +218,23 @@ class Intake:
         if len(self._queue) < self.batch_groups:
             return Batch((), stale) if stale else None
         oldest_first = sorted(self._queue.values(), key=lambda group: group.oldest_version)
-        for group in oldest_first[: self.batch_groups]:
+        groups = sorted(
+            oldest_first[: self.batch_groups], key=lambda group: (group.oldest_version, group.producer, group.counter)
+        )
+        for group in groups:
             self._taken[group.digest] = self._queue.pop(group.digest)
-        return Batch(tuple(self._taken.values()), stale)
+        return Batch(tuple(groups), stale)
 
     def settle(self, outcome: str) -> None:
         """The taken batch is on disk as `trained` or `no_signal`."""
         self.counts[outcome] += len(self._taken)
+        for group in self._taken.values():
+            self._release(group)
         self._taken.clear()
+
+    def later(self, producer: str) -> tuple[GroupReceipt, ...]:
+        """For this producer's next receipt: accepted groups that have become stale in the queue. Each is told once."""
+        return tuple(self._later.pop(producer, ()))
 
     def forget(self, steps_done: int) -> None:
         """Drop memories of groups that the bound refuses anyway; called after each step.
@@ -183,6 +246,28 @@ class Intake:
         for producer, counter in [key for key, (_, version) in self._seen.items() if version < limit]:
             del self._seen[producer, counter]
             self._spend(producer, counter + 1)
+
+    def _usable(self, group: Queued, steps_done: int) -> bool:
+        return within_bound(steps_done, group.oldest_version, self._bound)
+
+    def _too_old(self, group: Queued, steps_done: int) -> str:
+        return f"lag {lag(steps_done, group.oldest_version)} over {self._bound}"
+
+    def _enqueue(self, group: Queued) -> None:
+        self._remember(group)
+        self._queue[group.digest] = group
+        self._held[group.producer] += 1
+
+    def _release(self, group: Queued) -> None:
+        self._held[group.producer] -= 1
+        if not self._held[group.producer]:
+            del self._held[group.producer]
+
+    def _tell_later(self, producer: str, outcome: GroupReceipt) -> None:
+        self._later.setdefault(producer, deque(maxlen=LATER_OUTCOMES_MAX)).append(outcome)
+        self._later.move_to_end(producer)
+        if len(self._later) > LATER_PRODUCERS_MAX:
+            self._later.popitem(last=False)
 
     def _spend(self, producer: str, counter: int) -> None:
         self._floor[producer] = max(self._floor.get(producer, 0), counter)
@@ -208,7 +293,9 @@ class Outbox:
 
     def __init__(self, *, retry_s: float = 1.0, retry_max_s: float = 15.0) -> None:
         self.counts: Counter[str] = Counter()
+        """Groups by what their receipts say became of them; one that is revised moves from accepted to stale."""
         self._pending: OrderedDict[int, int] = OrderedDict()  # counter -> encoded bytes
+        self._revisable: OrderedDict[int, None] = OrderedDict()  # counters of accepted groups
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
         self._failures = 0
@@ -243,13 +330,20 @@ class Outbox:
         """A receipt arrived: counters that are done and can be deleted. Unknown ones are ignored.
 
         The driver has checked that it is a trainer's, of this run, and to this producer. One that settles nothing
-        does not end a back-off: an empty receipt for each push would be a busy loop.
+        does not end a back-off: an empty receipt for each push would be a busy loop. A group that was accepted can be
+        named once more, as stale.
         """
         done = []
         for group in receipt.groups:
             if self._pending.pop(group.counter, None) is not None:
                 self.counts[group.outcome] += 1
                 done.append(group.counter)
+                if group.outcome == "accepted":
+                    self._may_be_revised(group.counter)
+            elif group.outcome == "stale" and group.counter in self._revisable:
+                del self._revisable[group.counter]
+                self.counts["accepted"] -= 1
+                self.counts["stale"] += 1
         if done:
             self._failures, self._not_before_s = 0, 0.0
         return done
@@ -260,3 +354,8 @@ class Outbox:
         self._failures = min(self._failures + 1, 16)
         self._not_before_s = now_s + wait_s
         return self._not_before_s
+
+    def _may_be_revised(self, counter: int) -> None:
+        self._revisable[counter] = None
+        if len(self._revisable) > REVISABLE_MAX:
+            self._revisable.popitem(last=False)

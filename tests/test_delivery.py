@@ -1,12 +1,24 @@
 """At least once on the wire, exactly once in training."""
 
+import random
+
 import pytest
 
 import protocols.delivery as delivery
-from protocols.delivery import OUTBOX_GROUPS_MAX, PUSH_GROUPS_MAX, QUEUE_BATCHES_MAX, Batch, Intake, Outbox, Queued
+from protocols.delivery import (
+    LATER_OUTCOMES_MAX,
+    OUTBOX_GROUPS_MAX,
+    PUSH_GROUPS_MAX,
+    QUEUE_BATCHES_MAX,
+    Batch,
+    Intake,
+    Outbox,
+    Queued,
+)
+from protocols.envelopes import KINDS, seal
 from protocols.faults import LocalFault, PeerFault
 from protocols.messages import GroupReceipt, Outcome, Receipt
-from tests.samples import RUN, STRANGER_ID, group
+from tests.samples import RUN, STRANGER_ID, TRAINER, group
 
 PEER = STRANGER_ID
 
@@ -150,16 +162,178 @@ def test_forgetting_frees_memory_but_never_lets_a_trained_group_back() -> None:
     assert len(intake._seen) == 2  # lags 1 and 2 can still come
 
 
-def test_a_full_queue_and_a_huge_push_are_turned_away_unjudged() -> None:
+def test_the_bound_can_be_lowered_and_raised_again_but_never_over_max_lag() -> None:
+    intake = new_intake(max_lag=2, batch_groups=1)
+    assert intake.bound == 2
+    offer(intake, 0, version=4, steps=5)
+    intake.limit(0)
+    assert intake.bound == 0
+    refused = offer(intake, 1, version=4, steps=5)
+    assert (refused.outcome, refused.reason) == ("stale", "lag 1 over 0")
+    batch = intake.take(5)
+    assert batch is not None
+    assert (batch.groups, [each.counter for each in batch.stale]) == ((), [0]), "what waited goes too"
+    intake.limit(2)
+    assert offer(intake, 2, version=3, steps=5).outcome == "accepted"
+    for bound in (3, -1):
+        with pytest.raises(LocalFault):
+            intake.limit(bound)
+    assert intake.bound == 2
+
+
+def test_a_lowered_bound_shortens_no_memory() -> None:
+    # Goal: a group that was trained on while the bound was low does not come again when it is raised.
+    intake = new_intake(max_lag=2, batch_groups=1)
+    intake.limit(0)
+    offer(intake, 0)
+    intake.take(0)
+    intake.settle("trained")
+    intake.forget(1)
+    intake.limit(2)
+    assert offer(intake, 0, version=0, steps=1).outcome == "duplicate"
+
+
+def test_b39_lag_in_flight_and_lag_in_the_queue_add_up() -> None:
+    intake = new_intake(max_lag=4, batch_groups=1)
+    offer(intake, 0, version=2, steps=3)
+    batch = intake.take(5)
+    assert batch is not None
+    (taken,) = batch.groups
+    assert (taken.arrived_step, taken.lag_in_flight, taken.lag_in_queue(5)) == (3, 1, 2)
+    unknown = Queued(bytes(32), PEER, 0, 2)
+    assert (unknown.lag_in_flight, unknown.lag_in_queue(5)) == (None, None), "missing is not 0"
+
+
+def test_a_batch_does_not_depend_on_the_order_of_arrival() -> None:
+    # Goal: floating-point sums over a batch are the same whoever was faster. Method: shuffle the arrivals.
+    arrivals = [(producer, counter, counter % 3) for producer in ("b", "a", "c") for counter in range(4)]
+    batches = set()
+    for seed in range(20):
+        random.Random(seed).shuffle(arrivals)
+        intake = new_intake(batch_groups=12)
+        for producer, counter, version in arrivals:
+            offer(intake, counter, version, steps=2, producer=producer)
+        batch = intake.take(2)
+        assert batch is not None
+        batches.add(tuple((each.oldest_version, each.producer, each.counter) for each in batch.groups))
+    assert batches == {tuple(sorted((version, producer, counter) for producer, counter, version in arrivals))}
+
+
+def test_of_one_version_those_that_came_first_are_taken() -> None:
+    intake = new_intake(batch_groups=2)
+    for producer, counter, version in (("z", 0, 1), ("z", 1, 0), ("a", 5, 1), ("a", 6, 1)):
+        offer(intake, counter, version, steps=1, producer=producer)
+    batch = intake.take(1)
+    assert batch is not None
+    assert [(each.producer, each.counter) for each in batch.groups] == [("z", 1), ("z", 0)]
+
+
+# -- the queue is for everybody
+
+
+def push(intake: Intake, producer: str, num_groups: int, first: int = 0) -> int:
+    """Push as an ingest would; how many groups were let in. Raises PeerFault."""
+    allowed = intake.admit(producer, num_groups)
+    for counter in range(first, first + allowed):
+        assert offer(intake, counter, producer=producer).outcome == "accepted"
+    return allowed
+
+
+def test_a_huge_push_is_turned_away_unjudged() -> None:
     intake = new_intake(batch_groups=1)
     with pytest.raises(PeerFault, match="push too large"):
         intake.admit(PEER, PUSH_GROUPS_MAX + 1)
-    for counter in range(QUEUE_BATCHES_MAX):
-        intake.admit(PEER, PUSH_GROUPS_MAX)
-        offer(intake, counter)
+    assert intake.counts["received"] == 0
+
+
+def test_nobody_fills_the_queue_alone() -> None:
+    intake = new_intake(batch_groups=4)
+    limit = QUEUE_BATCHES_MAX * 4
+    assert push(intake, PEER, PUSH_GROUPS_MAX) == limit // 2, "also not with one push"
+    with pytest.raises(PeerFault, match="queue share"):
+        intake.admit(PEER, 1)
+    assert push(intake, "another", PUSH_GROUPS_MAX) == limit // 3
+    with pytest.raises(PeerFault, match="queue share"):
+        intake.admit("another", 1)
+    assert push(intake, "a third", 1) == 1
+    assert push(intake, "a third", PUSH_GROUPS_MAX, first=1) == limit - limit // 2 - limit // 3 - 1
+    with pytest.raises(PeerFault, match="queue full"):
+        intake.admit("a fourth", 1)
+    assert intake.queued == limit
+
+
+def test_the_share_is_free_again_as_groups_leave() -> None:
+    # Method: each way out of the queue: consumed, too old, not stored.
+    intake = new_intake(max_lag=0, batch_groups=2)
+    half = QUEUE_BATCHES_MAX
+    push(intake, PEER, PUSH_GROUPS_MAX)
+    intake.take(0)
+    with pytest.raises(PeerFault, match="queue share"):
+        intake.admit(PEER, 1)  # taken is not settled
+    intake.settle("trained")
+    assert intake.admit(PEER, PUSH_GROUPS_MAX) == 2
+    assert len(intake.sweep(1)) == half - 2
+    assert intake.admit(PEER, PUSH_GROUPS_MAX) == half
+    digest = intake.offer(PEER, group(counter=99, oldest_version=1, newest_version=1), 1, None).digest
+    assert intake.admit(PEER, PUSH_GROUPS_MAX) == half - 1
+    intake.retract([digest])
+    assert intake.admit(PEER, PUSH_GROUPS_MAX) == half
+    assert intake._held == {}
+
+
+def test_many_producers_have_at_least_a_batch_each() -> None:
+    intake = new_intake(batch_groups=2)
+    for number in range(QUEUE_BATCHES_MAX):
+        assert push(intake, f"peer {number}", 2) == 2
     with pytest.raises(PeerFault, match="queue full"):
         intake.admit(PEER, 1)
-    assert intake.counts["received"] == QUEUE_BATCHES_MAX
+
+
+def test_who_holds_what_is_known_again_after_a_restart() -> None:
+    intake = new_intake(batch_groups=1)
+    intake.restore([Queued(bytes([number]) * 32, PEER, number, 0) for number in range(4)], [])
+    with pytest.raises(PeerFault, match="queue share"):
+        intake.admit(PEER, 1)
+    assert intake.admit("another", 8) == 2
+
+
+# -- what is told later
+
+
+def test_b39_a_group_that_grows_too_old_in_the_queue_is_told_to_its_producer_once() -> None:
+    intake = new_intake(max_lag=2)
+    first = offer(intake, 0)
+    offer(intake, 7, producer="another")
+    intake.sweep(2)
+    assert intake.later(PEER) == ()
+    intake.sweep(3)
+    assert intake.later(PEER) == (GroupReceipt(0, first.digest, "stale", "stale in queue: lag 3 over 2"),)
+    assert intake.later(PEER) == ()
+    assert [each.counter for each in intake.later("another")] == [7]
+
+
+def test_gate_3_tells_too() -> None:
+    intake = new_intake(max_lag=0)
+    digest = offer(intake, 0).digest
+    assert intake.take(1) == Batch((), (Queued(digest, PEER, 0, 0, 0),))
+    assert [each.reason for each in intake.later(PEER)] == ["stale in queue: lag 1 over 0"]
+
+
+def test_what_is_to_be_told_later_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "LATER_PRODUCERS_MAX", 3)
+    intake = new_intake(max_lag=0)
+    for number in range(5):
+        for counter in range(LATER_OUTCOMES_MAX + number):
+            offer(intake, counter, producer=f"peer {number}")
+        intake.sweep(1)
+    assert [len(intake.later(f"peer {number}")) for number in range(3)] == [0, 0, LATER_OUTCOMES_MAX]
+    assert [each.counter for each in intake.later("peer 4")] == list(range(4, LATER_OUTCOMES_MAX + 4))
+
+
+def test_the_largest_receipt_is_far_under_its_limit() -> None:
+    longest = GroupReceipt(2**32 - 1, bytes(32), "accepted", "x" * 128)
+    full = Receipt(RUN, PEER, (longest,) * (PUSH_GROUPS_MAX + LATER_OUTCOMES_MAX), 2**32 - 1, 2**32 - 1)
+    assert len(seal(TRAINER, full).raw) < KINDS[Receipt][1] / 8
 
 
 def test_a_group_that_could_not_be_stored_may_come_again() -> None:
@@ -237,3 +411,40 @@ def test_a_full_outbox_says_so() -> None:
         assert not outbox.full
         outbox.add(counter, 1)
     assert outbox.full
+
+
+def test_b39_a_receipt_revises_an_accepted_group_once() -> None:
+    outbox = Outbox()
+    for counter in range(4):
+        outbox.add(counter, 10)
+    outbox.receipted(receipt((0, "accepted"), (1, "stale"), (2, "duplicate")))
+    assert outbox.receipted(receipt((0, "stale"))) == [], "its bytes are deleted already"
+    assert outbox.counts == {"accepted": 0, "stale": 2, "duplicate": 1}
+    before = dict(outbox.counts)
+    for counter, outcome in ((0, "stale"), (1, "stale"), (2, "stale"), (9, "stale"), (0, "accepted"), (0, "invalid")):
+        assert outbox.receipted(receipt((counter, outcome))) == []  # type: ignore[arg-type]
+    assert outbox.counts == before, "repeated, never accepted, unknown, or no revision at all"
+    assert outbox.receipted(receipt((3, "accepted"), (3, "stale"), (3, "stale"))) == [3]
+    assert outbox.counts == {"accepted": 0, "stale": 3, "duplicate": 1}
+    assert sum(outbox.counts.values()) == 4
+
+
+def test_a_revision_does_not_end_a_back_off() -> None:
+    outbox = Outbox()
+    outbox.add(0, 10)
+    outbox.receipted(receipt((0, "accepted")))
+    outbox.add(1, 10)
+    outbox.failed(0.0)
+    outbox.receipted(receipt((0, "stale")))
+    assert outbox.next_push(0.5, 100) == []
+
+
+def test_memory_of_what_may_be_revised_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "REVISABLE_MAX", 3)
+    outbox = Outbox()
+    for counter in range(5):
+        outbox.add(counter, 10)
+    outbox.receipted(receipt(*((counter, "accepted") for counter in range(5))))
+    outbox.receipted(receipt(*((counter, "stale") for counter in range(5))))
+    assert outbox.counts == {"accepted": 2, "stale": 3}
+    assert len(outbox._revisable) == 0

@@ -93,6 +93,92 @@ async def test_ending_no_groups_at_all_is_no_error(tmp_path: Path) -> None:
     store.close()
 
 
+async def test_when_a_group_arrived_is_known_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    groups = [Queued(bytes([number]) * 32, "p", number, 3, arrived) for number, arrived in ((1, 4), (2, None), (0, 5))]
+    store = TrainerStore(path)
+    await store.add_groups([AcceptedGroup(each, b"body", b"rewards") for each in groups])
+    store.close()
+    again = TrainerStore(path)
+    assert await again.groups("queued") == groups, "in order of arrival"
+    again.close()
+
+
+# ---------------------------------------------------------------------- older schemas
+
+SCHEMA_1 = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE chain (version INTEGER PRIMARY KEY, envelope BLOB NOT NULL);
+CREATE TABLE evidence (trainer TEXT NOT NULL, version INTEGER NOT NULL, first BLOB NOT NULL,
+    second BLOB NOT NULL, PRIMARY KEY (trainer, version));
+CREATE TABLE outbox (counter INTEGER PRIMARY KEY, body BLOB NOT NULL);
+"""
+TRAINER_SCHEMA_1 = """
+CREATE TABLE groups (digest BLOB PRIMARY KEY, producer TEXT NOT NULL, counter INTEGER NOT NULL,
+    oldest INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER, body BLOB, rewards BLOB,
+    UNIQUE (producer, counter));
+CREATE INDEX groups_by_state ON groups (state, step);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, checkpoint TEXT NOT NULL, digest BLOB NOT NULL);
+INSERT INTO groups VALUES (x'01', 'p', 1, 0, 'trained', 0, NULL, NULL);
+INSERT INTO groups VALUES (x'02', 'p', 2, 1, 'queued', NULL, x'aa', x'bb');
+INSERT INTO steps VALUES (1, 'step-1', x'00');
+INSERT INTO chain VALUES (1, x'11');
+"""
+
+
+def write_old(path: Path, *scripts: str) -> None:
+    db = sqlite3.connect(path)
+    for script in scripts:
+        db.executescript(script)
+    db.close()
+
+
+def schema_of(path: Path) -> tuple[int, list[str]]:
+    """Its number, and the columns of `groups`."""
+    db = sqlite3.connect(path)
+    number = db.execute("PRAGMA user_version").fetchone()[0]
+    columns = [column[1] for column in db.execute("PRAGMA table_info(groups)")]
+    db.close()
+    return number, columns
+
+
+@pytest.mark.parametrize("stopped_after", ["", "ALTER TABLE groups ADD COLUMN arrived INTEGER;"])
+async def test_a_trainers_home_of_schema_1_goes_on(tmp_path: Path, stopped_after: str) -> None:
+    # Goal: what an older version stored is still there, and the new column is used. Method: also a migration that
+    # was killed between its two statements.
+    path = tmp_path / "t.sqlite"
+    write_old(path, SCHEMA_1, TRAINER_SCHEMA_1, "PRAGMA user_version=1;", stopped_after)
+    for _ in range(2):  # the second start finds it migrated
+        store = TrainerStore(path)
+        assert await store.groups("queued") == [Queued(b"\x02", "p", 2, 1, None)], "unknown is not 0"
+        store.close()
+    fresh = TrainerStore(tmp_path / "new.sqlite")
+    fresh.close()
+    assert schema_of(path)[0] == schema_of(tmp_path / "new.sqlite")[0] == 2
+    assert set(schema_of(path)[1]) == set(schema_of(tmp_path / "new.sqlite")[1])
+    store = TrainerStore(path)
+    assert await store.bodies([b"\x02"]) == [(b"\xaa", b"\xbb")]
+    await store.add_groups([AcceptedGroup(Queued(b"\x03", "p", 3, 1, 1), b"body", b"rewards")])
+    await store.commit_step(StepRecord(2, "step-2", bytes(32), (b"\x02", b"\x03"), (2, b"v2")))
+    assert await store.groups("trained") == [
+        Queued(b"\x01", "p", 1, 0),
+        Queued(b"\x02", "p", 2, 1),
+        Queued(b"\x03", "p", 3, 1, 1),
+    ]
+    assert await store.consumed(0, 2) == [(b"\x01", "p", 0, 0), (b"\x02", "p", 1, 1), (b"\x03", "p", 1, 1)]
+    assert await store.chain() == [b"\x11", b"v2"]
+    store.close()
+
+
+async def test_a_producers_home_of_schema_1_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "p.sqlite"
+    write_old(path, SCHEMA_1, "INSERT INTO outbox VALUES (7, x'07');", "PRAGMA user_version=1;")
+    store = PeerStore(path)
+    assert await store.outbox() == [(7, b"\x07")]
+    store.close()
+    assert schema_of(path)[0] == 2
+
+
 # ---------------------------------------------------------------------- full disks and damaged files
 
 
