@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.learning.advantages import ADVANTAGES, STD_EPS, grpo_advantages
-from peers.learning.losses import LOSSES, TokenBatch, grpo_loss, k3
+from peers.learning.losses import LOSSES, TokenBatch, grpo_loss, k3, staleness_weight
 from protocols.faults import LocalFault
 from protocols.manifest import LearningSpec
 
@@ -79,7 +79,8 @@ def batch(**changes: torch.Tensor) -> TokenBatch:
 def test_with_equal_policies_the_loss_is_minus_the_mean_advantage_of_tokens() -> None:
     loss, sums = grpo_loss(batch(), SPEC, 4)
     assert loss.item() == pytest.approx(-(2 * 1.0 + 2 * -0.5) / 4)
-    assert (sums.ratio, sums.importance, sums.abs_logprob_gap, sums.clipped, sums.kl) == (4.0, 4.0, 0.0, 0.0, None)
+    assert (sums.ratio, sums.importance, sums.weight) == (4.0, 4.0, 4.0)
+    assert (sums.abs_logprob_gap, sums.clipped, sums.kl) == (0.0, 0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,40 @@ def test_the_importance_weight_is_truncated_and_carries_no_gradient(gap: float, 
     torch.testing.assert_close(current_BT.grad, torch.tensor([[-weight] * 2, [0.5 * weight] * 2]) / 4)
     assert sums.importance == pytest.approx(4 * weight)
     assert sums.abs_logprob_gap == pytest.approx(4 * abs(gap))
+
+
+@pytest.mark.parametrize(("lag", "weight"), [(0, 1.0), (1, 0.5), (3, 0.25), (19, 0.05)])
+def test_a_rollout_counts_less_the_older_it_is(lag: int, weight: float) -> None:
+    assert staleness_weight(lag) == weight
+
+
+def test_the_staleness_weight_divides_the_truncated_importance_weight_and_nothing_else() -> None:
+    # First completion: proximal / behaviour 3, truncated to 2, divided by 1 + 3. Second: 1.5, divided by 1 + 1.
+    current_BT = batch().current_BT.clone().requires_grad_()
+    behaviour_BT = current_BT.detach() - torch.tensor([[3.0], [1.5]]).log()
+    shifted = batch(
+        current_BT=current_BT,
+        proximal_BT=current_BT.detach(),
+        behaviour_BT=behaviour_BT,
+        base_BT=current_BT.detach() - 0.5,
+        weight_B=torch.tensor([staleness_weight(3), staleness_weight(1)]),
+    )
+    loss, sums = grpo_loss(shifted, SPEC, 4)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(2 * 0.5 * 1.0 + 2 * 0.75 * -0.5) / 4)
+    torch.testing.assert_close(current_BT.grad, torch.tensor([[-0.5] * 2, [0.5 * 0.75] * 2]) / 4)
+    assert (sums.importance, sums.weight) == (pytest.approx(2 * 2.0 + 2 * 1.5), 2 * 0.25 + 2 * 0.5)
+    pulled, _ = grpo_loss(shifted, LearningSpec(kl_beta=0.1), 4)
+    assert (pulled - loss).item() == pytest.approx(
+        0.1 * (math.exp(-0.5) + 0.5 - 1), rel=1e-5
+    )  # the pull to the base has no age
+
+
+def test_weights_of_1_change_no_bit() -> None:
+    plain = batch(behaviour_BT=torch.tensor([[-1.2, -1.5], [-0.9, -2.0]]))
+    weighted = dataclasses.replace(plain, weight_B=torch.ones(2))
+    (loss, sums), (expected, expected_sums) = (grpo_loss(each, SPEC, 3) for each in (weighted, plain))
+    assert (loss.item(), sums) == (expected.item(), expected_sums)
 
 
 def test_a_proximal_policy_that_is_not_detached_still_gives_the_weight_no_gradient() -> None:
@@ -173,7 +208,8 @@ def test_b57_with_everything_masked_loss_and_gradient_are_zero_not_nan() -> None
 
 
 def test_micro_batches_add_up_to_the_whole_batch() -> None:
-    whole = batch(behaviour_BT=torch.tensor([[-1.2, -1.5], [-0.9, -2.0]]))
+    weight_B = torch.tensor([0.5, 0.25])
+    whole = batch(behaviour_BT=torch.tensor([[-1.2, -1.5], [-0.9, -2.0]]), weight_B=weight_B)
     total = 0.0
     for row in (slice(0, 1), slice(1, 2)):
         parts = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}

@@ -4,7 +4,7 @@
 
 A step sees its groups once, so the proximal policy is the current one with the gradient cut: one forward
 pass gives both. Micro-batches add up to the gradient of the whole batch. Whether rollouts are too old or
-their rewards are right is decided before they come here.
+their rewards are right is decided before they come here; what their age does to their weight, here.
 
 A step that cannot teach anything is skipped, with a reason, and changes nothing, not even a moment of
 AdamW: it is no progress and there is no new version to announce. Nothing here draws random numbers after
@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from peers.learning.advantages import ADVANTAGES
-from peers.learning.losses import LOSSES, LossSums, TokenBatch
+from peers.learning.losses import LOSSES, LossSums, TokenBatch, staleness_weight
 from peers.models.base import BaseModel
 from peers.models.lora import attach_lora, lora_parameters, read_adapter, write_adapter
 from protocols.adapters import Adapter, Tensor
@@ -60,13 +60,14 @@ class TrainingGroup:
     truncated: tuple[bool, ...]
     """True: the completion ran into max_new_tokens."""
     age: int = 0
-    """Lag in optimizer steps; for the record, the learner does not use it."""
+    """Lag in optimizer steps: the group counts less the larger it is, under `downweight`."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.completions), len(self.logprobs), len(self.rewards), len(self.truncated)}
         lengths_agree = [len(c) for c in self.completions] == [len(p) for p in self.logprobs]
         numbers = [*(r for r in self.rewards if r is not None), *(p for row in self.logprobs for p in row)]
-        if not self.prompt_ids or len(sizes) != 1 or not lengths_agree or not all(map(math.isfinite, numbers)):
+        whole = self.prompt_ids and len(sizes) == 1 and lengths_agree and self.age >= 0
+        if not whole or not all(map(math.isfinite, numbers)):
             raise LocalFault("a group reached the learner that the ingest should have refused")
 
 
@@ -95,6 +96,8 @@ class StepReport:
     """current / proximal; 1 as long as a step sees its groups once."""
     importance_mean: float | None = None
     """proximal / behaviour, truncated at importance_cap."""
+    weight_mean: float | None = None
+    """What tokens count by their age: below 1 only under `downweight`."""
     abs_logprob_gap_mean: float | None = None
     """|proximal - behaviour|, in nats."""
     clip_share: float | None = None
@@ -115,17 +118,30 @@ class _Row:
     num_prompt: int
     behaviour: tuple[float, ...]
     advantage: float
+    weight: float = 1.0
 
 
 class Learner:
     """The policy in training: base model, LoRA adapter and AdamW. Synchronous; call it from one thread."""
 
-    def __init__(self, model: BaseModel, lora: LoraSpec, spec: LearningSpec, temperature: float, seed: int) -> None:
-        """Attach a fresh adapter to `model`; `temperature` is the one that completions are sampled at."""
+    def __init__(
+        self,
+        model: BaseModel,
+        lora: LoraSpec,
+        spec: LearningSpec,
+        temperature: float,
+        seed: int,
+        stale: Literal["drop", "downweight"] = "drop",
+    ) -> None:
+        """Attach a fresh adapter to `model`; `temperature` is the one that completions are sampled at.
+
+        `stale` is the manifest's: whether a rollout within the bound counts in full, or less the older it is.
+        """
         self.policy = attach_lora(model.module, lora, seed)
         self.steps = 0
         """Optimizer steps done; skipped ones do not count."""
         self._spec = spec
+        self._downweight = stale == "downweight"
         self._temperature = temperature
         self._advantages = ADVANTAGES[spec.loss]
         self._loss = LOSSES[spec.loss]
@@ -242,7 +258,8 @@ class Learner:
                 masked = self._spec.mask_truncated and group.truncated[i]
                 if completion and group.rewards[i] is not None and not masked:
                     ids = group.prompt_ids + completion
-                    rows.append(_Row(ids, len(group.prompt_ids), group.logprobs[i], group_advantages[i]))
+                    weight = staleness_weight(group.age) if self._downweight else 1.0
+                    rows.append(_Row(ids, len(group.prompt_ids), group.logprobs[i], group_advantages[i], weight))
         return rows
 
     def _why_nothing(self, groups: Sequence[TrainingGroup]) -> SkipReason:
@@ -287,6 +304,7 @@ class Learner:
             advantage_B=torch.tensor([row.advantage for row in batch], device=self._device),
             mask_BT=mask_BT.to(self._device),
             base_BT=base_BT,
+            weight_B=torch.tensor([row.weight for row in batch], device=self._device),
         )
         return self._loss(tokens, self._spec, num_tokens)
 
@@ -306,6 +324,7 @@ class Learner:
 _REPORT_NAMES = {
     "ratio": "ratio_mean",
     "importance": "importance_mean",
+    "weight": "weight_mean",
     "abs_logprob_gap": "abs_logprob_gap_mean",
     "clipped": "clip_share",
     "kl": "kl",

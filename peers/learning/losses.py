@@ -7,6 +7,8 @@ Three policies meet in a token of an asynchronous run, and each ratio between th
     sampled the token                      this step                          gets the gradient
                         truncated at importance_cap         clipped to 1 - clip_low .. 1 + clip_high
 
+Under `stale = "downweight"` a completion also counts less the older it is (`staleness_weight`).
+
 Shape suffixes: B = completions, T = tokens.
 """
 
@@ -31,6 +33,8 @@ class TokenBatch:
     """Bool: True where a token is trained. Whatever stands elsewhere has no influence."""
     base_BT: torch.Tensor | None = None
     """The base model's, without adapter; needed only with kl_beta > 0."""
+    weight_B: torch.Tensor | None = None
+    """Staleness weight of each completion; None is 1 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class LossSums:
 
     ratio: float
     importance: float
+    weight: float
     abs_logprob_gap: float
     clipped: float
     kl: float | None
@@ -66,7 +71,10 @@ def grpo_loss(batch: TokenBatch, spec: LearningSpec, num_tokens: int) -> tuple[t
 
     gap_BT = trained(batch.proximal_BT - batch.behaviour_BT).detach()
     importance_BT = gap_BT.exp().clamp(max=spec.importance_cap)
-    loss_BT = -importance_BT * surrogate_BT
+    weight_BT = torch.ones_like(importance_BT)
+    if batch.weight_B is not None:
+        weight_BT = weight_BT * batch.weight_B[:, None]
+    loss_BT = -importance_BT * weight_BT * surrogate_BT
 
     kl = None
     if spec.kl_beta > 0.0:
@@ -79,6 +87,7 @@ def grpo_loss(batch: TokenBatch, spec: LearningSpec, num_tokens: int) -> tuple[t
     sums = LossSums(
         ratio=trained(ratio_BT).sum().item(),
         importance=trained(importance_BT).sum().item(),
+        weight=trained(weight_BT).sum().item(),
         abs_logprob_gap=gap_BT.abs().sum().item(),
         clipped=trained((surrogate_BT < ratio_BT * advantage_B1).float()).sum().item(),
         kl=kl,
@@ -93,6 +102,16 @@ def k3(current_BT: torch.Tensor, base_BT: torch.Tensor) -> torch.Tensor:
     """
     log_ratio_BT = base_BT - current_BT
     return log_ratio_BT.exp() - log_ratio_BT - 1.0
+
+
+def staleness_weight(lag: int) -> float:
+    """1 / (1 + lag): what a rollout `lag` optimizer steps old counts under `downweight`.
+
+    Staleness-aware learning (Zhang et al., arXiv 1511.05950) divides the learning rate of a stale gradient by its
+    staleness. Here each rollout of a batch has a lag of its own, so it is its weight that is divided; by 1 + lag, so
+    that a rollout of the newest version counts in full and each step of lag tells.
+    """
+    return 1.0 / (1 + lag)
 
 
 Loss = Callable[[TokenBatch, LearningSpec, int], tuple[torch.Tensor, LossSums]]
