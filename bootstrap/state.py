@@ -7,13 +7,33 @@ A field that nobody has reported is None, never 0.
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bootstrap.events import Event
 
 RATE_STEPS = 20  # steps that the remaining time is estimated from: enough to be steady, few enough to follow changes
 WARNINGS_KEPT = 3  # lines on the screen; the metrics files have them all
 STARTING, READY, GENERATING, TRAINING, DONE, GONE = "starting", "ready", "generating", "training", "done", "gone"
+
+
+class Led(NamedTuple):
+    """Who coordinates the run, and in which term; None where nobody is heard."""
+
+    coordinator: str | None
+    term: int
+
+
+def led_by(event: Event) -> Led | None:
+    """What an event says about who leads; None for one that says nothing about it."""
+    match event:
+        case {"event": "leader", "coordinator": coordinator, "term": int(term)}:
+            return Led(coordinator, term)
+        case {"event": "coordinator", "state": "leading", "peer": peer_id, "term": int(term)}:
+            return Led(peer_id, term)
+        case {"event": "coordinator", "state": "stepped down", "term": int(term)}:
+            return Led(None, term)
+        case _:
+            return None
 
 
 @dataclass(slots=True)
@@ -53,6 +73,12 @@ class SwarmState:
     lag_max: int | None = None
     """Largest lag of all batches."""
     queued: int | None = None
+    mode: str | None = None
+    """How rollouts reach the trainer now."""
+    rounds: int = 0
+    """Rounds that were completed; none in asynchronous mode."""
+    moved: int = 0
+    """Groups of those rounds that were called from another peer."""
     loop_lag_p99_ms: float | None = None
     refused: dict[tuple[str, str, str], int] = field(default_factory=dict)
     warnings: dict[str, float] = field(default_factory=dict)
@@ -60,6 +86,8 @@ class SwarmState:
     receipts: Counter[str] = field(default_factory=Counter)
     """What became of the groups of inference peers, as each says at its end."""
     _step_times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
+    _obeyed: dict[str, Led] = field(default_factory=dict)
+    """Whom each peer obeys, as it said last."""
 
     def apply(self, event: Event) -> None:
         """Take one event; unknown kinds change nothing."""
@@ -90,8 +118,14 @@ class SwarmState:
         known = [peer.groups for peer in self.peers.values() if peer.groups is not None]
         return sum(known) if known else None
 
+    @property
+    def led(self) -> Led | None:
+        """Who leads, as those say who have seen the newest term; None when nobody has said anything."""
+        return max(self._obeyed.values(), key=lambda led: (led.term, led.coordinator is not None), default=None)
+
     def gone(self, peer_id: str) -> None:
         """Its process has died."""
+        self._obeyed.pop(peer_id, None)
         if peer_id in self.peers:
             self.peers[peer_id].state = GONE
             self.peers[peer_id].tokens_per_s = None
@@ -110,6 +144,7 @@ class SwarmState:
             self.skipped[event["skipped"]] += 1
         self.loss = event.get("loss")
         self.queued = event.get("queued")
+        self.mode = event.get("mode", self.mode)
         self.lag = event.get("lag_max")
         if self.lag is not None:
             self.lag_max = max(self.lag, self.lag_max or 0)
@@ -146,6 +181,18 @@ class SwarmState:
     def _loop(self, event: Event) -> None:
         self.loop_lag_p99_ms = event.get("lag_p99_ms")
 
+    def _leader(self, event: Event) -> None:
+        led = led_by(event)
+        if led is not None:
+            self._obeyed[event["peer"]] = led
+
+    def _mode(self, event: Event) -> None:
+        self.mode = event["mode"]
+
+    def _round(self, event: Event) -> None:
+        self.rounds += 1
+        self.moved += event["moved"]
+
     def _warning(self, event: Event) -> None:
         self.warnings.pop(event["text"], None)
         self.warnings[event["text"]] = event["t"]
@@ -170,6 +217,10 @@ _HANDLERS: dict[str, Any] = {
     "generated": SwarmState._generated,
     "refused": SwarmState._refused,
     "loop": SwarmState._loop,
+    "leader": SwarmState._leader,
+    "coordinator": SwarmState._leader,
+    "mode": SwarmState._mode,
+    "round": SwarmState._round,
     "warning": SwarmState._warning,
     "final": SwarmState._final,
 }

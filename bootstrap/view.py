@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
 
+from bootstrap.errors import one_line
 from bootstrap.events import Event, Tail
-from bootstrap.state import GONE, PeerRow, SwarmState
+from bootstrap.state import GONE, Led, PeerRow, SwarmState, led_by
 from protocols.identity import short
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ WARNING_SHOWN_S = 60.0  # those that repeat what still holds come more often
 SILENT_S = 6.0  # three lost beats, as everywhere
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
-_LOUD = {"warning", "final", "ready", "eval"}
+_LOUD = {"warning", "final", "ready", "eval", "mode", "lost"}
 # A line at most this often of each other kind, so that a log of a long run stays readable.
-_LINE_EVERY_S = {"step": 2.0, "generated": 10.0, "adapter": 10.0, "refused": 10.0}
+_LINE_EVERY_S = {"step": 2.0, "generated": 10.0, "adapter": 10.0, "refused": 10.0, "round": 10.0}
 
 
 class Output(Enum):
@@ -111,6 +112,9 @@ class PlainLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last_s: dict[tuple[str, str], float] = {}
+        self._term = -1
+        self._told: set[str | None] = set()
+        """Who was said to lead in this term."""
 
     def show(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -124,10 +128,22 @@ class PlainLines:
         kind = event["event"]
         if kind in _LOUD:
             return True
+        led = led_by(event)
+        if led is not None:
+            return self._is_news(led)
         last_s = self._last_s.get((kind, event["peer"]))
         if last_s is not None and 0 <= event["t"] - last_s < _LINE_EVERY_S.get(kind, 0.0):
             return False
         self._last_s[kind, event["peer"]] = event["t"]
+        return True
+
+    def _is_news(self, led: Led) -> bool:
+        """Every peer tells who leads, one after the other: one line is enough."""
+        if led.term > self._term:
+            self._term, self._told = led.term, set()
+        if led.term < self._term or led.coordinator in self._told:
+            return False
+        self._told.add(led.coordinator)
         return True
 
 
@@ -152,14 +168,47 @@ def describe(event: Event) -> str | None:
         case {"event": "refused", "door": door, "reason": reason, "count": count}:
             return f"refused at {door}: {reason} ({count})"
         case {"event": "warning", "text": text}:
-            return f"warning: {' '.join(text.split())}"
+            return f"warning: {one_line(text)}"
         case {"event": "final"}:
             counts = event.get("counts") or event.get("receipts") or {}
             version = event.get("version")
             at = "" if version is None else f" at v{version}"
             return f"done{at}: " + (", ".join(f"{n} {name}" for name, n in counts.items() if n) or "nothing was sent")
         case _:
+            return _describe_coordination(event)
+
+
+def _describe_coordination(event: Event) -> str | None:
+    match event:
+        case {"event": "coordinator", "state": "stepped down", "term": term, "reason": reason}:
+            return f"term {term}: no longer coordinates ({reason})"
+        case {"event": "leader" | "coordinator"}:
+            led = led_by(event)
+            return None if led is None else _describe_leader(led)
+        case {"event": "mode", "mode": mode}:
+            rates = f"{number(event.get('groups_per_s'), 2)} groups/s are made, {_needed(event)} needed"
+            return f"mode is {mode} from now on: {rates}"
+        case {"event": "round", "number": count, "version": version, "groups": groups}:
+            moved = f", {event['moved']} moved" if event.get("moved") else ""
+            stalled = "".join(f", {short(peer_id)} stalled" for peer_id in event.get("stalled", ()))
+            return (
+                f"round {count} for v{version}: {groups} groups in {number(event.get('seconds'), 1)} s{moved}{stalled}"
+            )
+        case {"event": "lost", "peer_id": peer_id}:
+            return f"{short(peer_id)} is silent; its work is given to others"
+        case _:
             return None
+
+
+def _describe_leader(led: Led) -> str:
+    if led.coordinator is None:
+        return f"term {led.term}: no coordinator is heard" if led.term else "no coordinator yet"
+    return f"term {led.term}: {short(led.coordinator)} coordinates"
+
+
+def _needed(event: Event) -> str:
+    """Infinite, written as null: a version takes longer to arrive than to be replaced."""
+    return "more than any rate" if event.get("needed_per_s") is None else f"{event['needed_per_s']:.2f}"
 
 
 @contextmanager
@@ -192,7 +241,7 @@ def render(state: SwarmState, now_s: float, width: int) -> "RenderableType":
     lines.append(Text(_facts(state)))
     lines += [Text(f"refused {count} at {door}: {reason}") for (_, door, reason), count in state.refused.items()][-3:]
     recent = [text for text, said_s in state.warnings.items() if now_s - said_s < WARNING_SHOWN_S]
-    lines += [Text(f"! {' '.join(text.split())}", style="yellow") for text in recent]
+    lines += [Text(f"! {one_line(text)}", style="yellow") for text in recent]
     return Group(*lines)
 
 
@@ -229,6 +278,8 @@ def _progress(state: SwarmState, now_s: float, width: int) -> "RenderableType":
 
 def _facts(state: SwarmState) -> str:
     facts = [
+        ("mode", state.mode),
+        ("coordinator", _leading(state)),
         ("version", None if state.version is None else f"v{state.version}"),
         ("lag", None if state.lag is None else f"{state.lag} (most {state.lag_max})"),
         ("tokens/s", None if state.tokens_per_s is None else f"{state.tokens_per_s:.0f}"),
@@ -237,9 +288,17 @@ def _facts(state: SwarmState) -> str:
         ("loss", None if state.loss is None else f"{state.loss:.4f}"),
         ("held-out", " -> ".join(percent(greedy) for _, greedy in state.evals) or None),
         ("skipped", state.skipped.total() or None),
+        ("rounds", f"{state.rounds} ({state.moved} groups moved)" if state.rounds else None),
         ("receipts", ", ".join(f"{count} {name}" for name, count in state.receipts.items() if count) or None),
     ]
     return "  ".join(f"{name} {value}" for name, value in facts if value is not None)
+
+
+def _leading(state: SwarmState) -> str | None:
+    if state.led is None:
+        return None
+    who = "none" if state.led.coordinator is None else short(state.led.coordinator)
+    return f"{who} (term {state.led.term})"
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
