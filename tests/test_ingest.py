@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import sqlite3
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from peers.environments import Problem, Scored, Unscored
 from peers.inference import InferenceOptions, InferencePeer
 from peers.ingest import Checker, Ingest
-from protocols.delivery import INVALID_MAX, PUSH_GROUPS_MAX, QUEUE_BATCHES_MAX, Intake
+from protocols.delivery import INVALID_MAX, PUSH_GROUPS_MAX, QUEUE_BATCHES_MAX, Intake, Queued
 from protocols.envelopes import seal, unseal
 from protocols.faults import PeerFault, TransportFault
 from protocols.messages import Envelopes, PushRollouts, Receipt, Refused, Reply, RolloutBatch, RolloutGroup
@@ -28,6 +30,8 @@ from tests.samples import (
     OTHER_RUN,
     OTHER_TRAINER,
     OTHER_TRAINER_ID,
+    OWNER,
+    OWNER_ID,
     RULES,
     RUN,
     STRANGER,
@@ -41,6 +45,7 @@ from tests.samples import (
 )
 
 BATCH = 2
+PRODUCERS = {STRANGER_ID: STRANGER, OTHER_TRAINER_ID: OTHER_TRAINER, OWNER_ID: OWNER, TRAINER_ID: TRAINER}
 
 
 class Tokenizer:
@@ -68,12 +73,12 @@ class Environment:
 class Door:
     """An ingest over a real store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_lag: int = 2, batch_groups: int = BATCH) -> None:
         self.warnings: list[tuple[str, str]] = []
         self.store = TrainerStore(folder / "trainer.sqlite")
-        self.chain = Chain(manifest(trainers=(TRAINER_ID,)))
-        self.chain.extend(announcement(0))
-        self.intake = Intake(max_lag=2, batch_groups=BATCH)
+        self.chain = Chain(manifest(trainers=(TRAINER_ID,), max_lag=max_lag))
+        self.chain.extend(announcement(0, bound=max_lag))
+        self.intake = Intake(max_lag=max_lag, batch_groups=batch_groups)
         node: Any = SimpleNamespace(
             identity=SimpleNamespace(key=TRAINER), warn=lambda code, text: self.warnings.append((code, text))
         )
@@ -83,13 +88,27 @@ class Door:
     async def reply(self, *groups: RolloutGroup, key: Ed25519PrivateKey = STRANGER, peer: str = STRANGER_ID) -> Reply:
         return await self.ingest.push(PushRollouts(seal(key, RolloutBatch(RUN, groups)).raw), peer)
 
-    async def outcomes(self, *groups: RolloutGroup) -> list[tuple[str, str]]:
-        reply = await self.reply(*groups)
+    async def receipt(self, *groups: RolloutGroup, peer: str = STRANGER_ID) -> Receipt | None:
+        """What a push of this peer is answered; None for a refusal."""
+        reply = await self.reply(*groups, key=PRODUCERS[peer], peer=peer)
+        if isinstance(reply, Refused):
+            return None
         assert isinstance(reply, Envelopes), reply
         receipt = unseal(reply.envelopes[0], Receipt)
-        assert receipt.sender == TRAINER_ID
-        assert [each.digest for each in receipt.message.groups] == [group_digest(STRANGER_ID, each) for each in groups]
-        return [(each.outcome, each.reason) for each in receipt.message.groups]
+        assert (receipt.sender, receipt.message.producer) == (TRAINER_ID, peer)
+        return receipt.message
+
+    async def outcomes(self, *groups: RolloutGroup) -> list[tuple[str, str]]:
+        receipt = await self.receipt(*groups)
+        assert receipt is not None
+        assert [each.digest for each in receipt.groups] == [group_digest(STRANGER_ID, each) for each in groups]
+        return [(each.outcome, each.reason) for each in receipt.groups]
+
+    async def fill(self) -> None:
+        """Until nobody is let in, by everybody but the stranger: the tests' own producer."""
+        for peer in PRODUCERS.keys() - {STRANGER_ID}:
+            await self.receipt(*(group(counter=number) for number in range(PUSH_GROUPS_MAX)), peer=peer)
+        assert self.intake.queued == QUEUE_BATCHES_MAX * self.intake.batch_groups
 
     async def states(self) -> dict[str, int]:
         return await self.store.counts()
@@ -101,6 +120,11 @@ class Door:
     async def fill_disk(self) -> None:
         (pages,) = await self.store.run(lambda db: db.execute("PRAGMA page_count").fetchone())
         self.limit_disk(pages)
+
+
+def group_of(version: int, counter: int) -> RolloutGroup:
+    """A group that was written under this version."""
+    return group(counter=counter, oldest_version=version, newest_version=version, adapter=version.to_bytes(32, "big"))
 
 
 @pytest.fixture
@@ -176,8 +200,9 @@ async def test_b59_log_probabilities_of_another_type_do_not_even_decode(door: Do
 
 
 async def test_b59_too_many_invalid_groups_end_the_hearing_of_this_peer_alone(door: Door) -> None:
-    bad = [group(counter=number, logprobs=pack_floats([math.nan] * 7)) for number in range(INVALID_MAX)]
-    assert {outcome for outcome, _ in await door.outcomes(*bad)} == {"invalid"}
+    for number in range(INVALID_MAX):
+        bad = group(counter=number, logprobs=pack_floats([math.nan] * 7))
+        assert await door.outcomes(bad) == [("invalid", "log-probability not finite")]
     assert await door.reply(group(counter=100)) == Refused("quarantined")
     assert door.ingest.refusals == Counter({"quarantined": 1})
     reply = await door.reply(group(counter=100), key=OTHER_TRAINER, peer=OTHER_TRAINER_ID)
@@ -243,17 +268,82 @@ async def test_another_group_under_a_used_counter_is_not_taken(door: Door) -> No
     assert await door.outcomes(twice, twice) == [("accepted", ""), ("duplicate", "")]
 
 
-async def test_b38_a_flood_is_refused_with_its_reason_and_nothing_of_it_is_lost_track_of(door: Door) -> None:
+async def test_b38_a_flood_is_refused_with_its_reason_and_leaves_room_for_others(door: Door) -> None:
     # 2000 groups that nobody asked for, in parallel pushes, while nothing is trained.
     groups = [group(counter=number) for number in range(2000)]
     replies = await asyncio.gather(*(door.reply(*groups[at : at + 20]) for at in range(0, 2000, 20)))
-    refused = replies.count(Refused("queue full"))
     taken = [unseal(each.envelopes[0], Receipt).message for each in replies if isinstance(each, Envelopes)]
-    assert refused + len(taken) == 100
-    assert door.ingest.refusals == Counter({"queue full": refused})
-    assert door.intake.queued <= QUEUE_BATCHES_MAX * BATCH + 20, "pushes that were let in together do not add up"
+    assert door.ingest.refusals == Counter({"queue share": 100 - len(taken)})
+    assert sum(len(each.groups) for each in taken) == door.intake.queued == QUEUE_BATCHES_MAX * BATCH // 2
     assert await door.states() == {"queued": door.intake.queued}
     assert await door.reply(*groups[: PUSH_GROUPS_MAX + 1]) == Refused("push too large")
+    await door.fill()
+    assert await door.reply(group(counter=5000)) == Refused("queue full")
+    assert door.intake.counts["received"] == QUEUE_BATCHES_MAX * BATCH, "what is turned away is not judged"
+
+
+async def test_groups_that_do_not_fit_are_left_out_of_the_receipt_and_come_again(door: Door) -> None:
+    push = [group(counter=number) for number in range(QUEUE_BATCHES_MAX * BATCH)]
+    half = len(push) // 2
+    receipt = await door.receipt(*push)
+    assert receipt is not None
+    assert [each.counter for each in receipt.groups] == list(range(half)), "the first ones"
+    assert await door.receipt(*push[half:]) is None
+    assert door.intake.take(0) is not None
+    door.intake.settle("trained")
+    receipt = await door.receipt(*push[half:])
+    assert receipt is not None
+    assert [(each.counter, each.outcome) for each in receipt.groups] == [(half, "accepted"), (half + 1, "accepted")]
+
+
+async def test_whoever_counts_deliveries_hears_of_groups_that_are_on_disk(door: Door) -> None:
+    heard: list[tuple[str, list[int], int]] = []
+
+    def on_accepted(producer: str, groups: Sequence[Queued]) -> None:
+        with closing(sqlite3.connect(door.store.path)) as other:
+            (stored,) = other.execute("SELECT count(*) FROM groups").fetchone()
+        heard.append((producer, [each.counter for each in groups], stored))
+
+    door.ingest.on_accepted = on_accepted
+    bad = group(counter=1, logprobs=pack_floats([math.nan] * 7))
+    await door.outcomes(group(counter=0), bad, group(counter=2))
+    await door.outcomes(group(counter=0))
+    await door.receipt(group(counter=0), peer=OWNER_ID)
+    await door.fill_disk()
+    for number in range(3, 100):
+        if await door.reply(group(counter=number, engine="x" * 128)) == Refused("trainer cannot store"):
+            break
+    assert heard == [(STRANGER_ID, [0, 2], 2), (OWNER_ID, [0], 3)], "only what was accepted"
+
+
+async def test_b102_a_batch_is_used_once_by_its_own_producer_in_its_own_run(door: Door, tmp_path: Path) -> None:
+    # Goal: a recorded push is worth nothing to whoever plays it again, however late.
+    async def play(to: Door, run: str = RUN, peer: str = STRANGER_ID) -> list[tuple[str, str]] | Refused:
+        recorded = seal(STRANGER, RolloutBatch(run, (group(counter=1), group(counter=2)))).raw
+        reply = await to.ingest.push(PushRollouts(recorded), peer)
+        if isinstance(reply, Refused):
+            return reply
+        assert isinstance(reply, Envelopes)
+        return [(each.outcome, each.reason) for each in unseal(reply.envelopes[0], Receipt).message.groups]
+
+    assert await play(door, run=OTHER_RUN) == Refused("foreign run")
+    assert await play(door, peer=OTHER_TRAINER_ID) == Refused("sender is not the peer")
+    assert await play(door) == [("accepted", "")] * 2
+    assert await play(door) == [("duplicate", "")] * 2, "while it waits"
+    batch = door.intake.take(0)
+    assert batch is not None
+    await door.store.set_state([each.digest for each in batch.groups], "no_signal", 0)
+    door.intake.settle("no_signal")
+    assert await play(door) == [("duplicate", "")] * 2, "when it is consumed"
+    restarted = Door(tmp_path)
+    restarted.intake.restore([], await restarted.store.groups("no_signal"))
+    assert await play(restarted) == [("duplicate", "")] * 2, "after a restart"
+    restarted.ingest.close()
+    restarted.store.close()
+    door.ingest.steps_done = 3
+    door.intake.forget(3)
+    assert await play(door) == [("stale", "lag 3 over 2")] * 2, "when it is forgotten"
+    assert await door.states() == {"no_signal": 2}
 
 
 async def test_a_push_after_the_end_of_the_run_is_told_so(door: Door) -> None:
@@ -273,7 +363,8 @@ async def test_a_push_that_is_checked_while_the_run_ends_is_not_stored(door: Doo
 # ---------------------------------------------------------------------- the disk
 
 
-async def test_b35_a_full_disk_refuses_loses_nothing_and_recovers(door: Door) -> None:
+async def test_b35_a_full_disk_refuses_loses_nothing_and_recovers(tmp_path: Path) -> None:
+    door = Door(tmp_path, batch_groups=64)
     assert await door.outcomes(group(counter=0)) == [("accepted", "")]
     await door.fill_disk()
     many = [group(counter=number, engine="x" * 128) for number in range(1, 200)]
@@ -284,6 +375,8 @@ async def test_b35_a_full_disk_refuses_loses_nothing_and_recovers(door: Door) ->
     door.limit_disk(1_000_000)
     assert await door.outcomes(*many) == [("accepted", "")] * 199, "as if they had never come"
     assert await door.states() == {"queued": 200}
+    door.ingest.close()
+    door.store.close()
 
 
 async def test_what_was_accepted_is_known_again_after_a_restart(door: Door) -> None:
@@ -316,7 +409,7 @@ class Producer:
             manifest=manifest(trainers=(TRAINER_ID,)),
             refusals=Counter(),
             changed=asyncio.Condition(),
-            trainer_said=trainer_said,
+            heartbeats=SimpleNamespace(trainer_said=trainer_said, hurry=lambda: None),
         )
         self.follower = follower
 
@@ -384,8 +477,7 @@ async def test_a_full_queue_makes_the_producer_wait_and_is_accepted_later(
     wired: tuple[Door, Producer, list[str]],
 ) -> None:
     door, producer, _ = wired
-    full = [group(counter=number) for number in range(QUEUE_BATCHES_MAX * BATCH)]
-    await door.reply(*full, key=OTHER_TRAINER, peer=OTHER_TRAINER_ID)
+    await door.fill()
     await producer.make(group(counter=1))
     await producer.push()
     assert producer.peer.outbox.next_push(0.0, 10**6) == [], "backs off"
@@ -396,9 +488,41 @@ async def test_a_full_queue_makes_the_producer_wait_and_is_accepted_later(
     assert producer.peer.outbox.counts == Counter(accepted=1)
 
 
+async def test_b39_a_group_that_waits_too_long_is_stale_and_its_producer_hears_why(
+    wired: tuple[Door, Producer, list[str]],
+) -> None:
+    # Goal: staleness is counted while a finished group waits, too. Method: a group is done at v0; the batch is not full
+    # until v5; nobody sweeps, so that only gate 3 is there.
+    door, producer, _ = wired
+    await producer.make(group(counter=1))
+    await producer.push()
+    assert producer.peer.outbox.counts == Counter(accepted=1)
+    for version in range(1, 6):
+        door.chain.extend(announcement(version, door.chain.head_hash))
+    for step, counter, version in ((4, 0, 3), (5, 1, 4)):
+        door.ingest.steps_done = step
+        await door.receipt(group_of(version, counter), peer=OWNER_ID)
+    batch = door.intake.take(5)
+    assert batch is not None
+    assert [(each.producer, each.counter) for each in batch.stale] == [(STRANGER_ID, 1)]
+    assert [(each.lag_in_flight, each.lag_in_queue(5)) for each in batch.groups] == [(1, 1), (1, 0)]
+    await door.store.set_state([each.digest for each in batch.stale], "stale", 5)
+    receipt = await door.receipt(group_of(5, 2))
+    assert receipt is not None
+    assert [(each.counter, each.outcome, each.reason) for each in receipt.groups] == [
+        (2, "accepted", ""),
+        (1, "stale", "stale in queue: lag 5 over 2"),
+    ]
+    assert producer.peer.outbox.receipted(receipt) == []
+    assert producer.peer.outbox.counts == Counter(stale=1)
+    assert await door.states() == {"queued": 3, "stale": 1}
+    assert door.intake.counts["stale_in_queue"] == 1
+
+
 async def test_a_quarantined_producer_stops_with_a_code(wired: tuple[Door, Producer, list[str]]) -> None:
     door, producer, _ = wired
-    await door.outcomes(*[group(counter=n, logprobs=pack_floats([math.nan] * 7)) for n in range(INVALID_MAX)])
+    for number in range(INVALID_MAX):
+        await door.outcomes(group(counter=number, logprobs=pack_floats([math.nan] * 7)))
     await producer.make(group(counter=1000))
     with pytest.raises(TransportFault) as fault:
         await producer.push()
