@@ -37,6 +37,8 @@ class _Peer:
     beat: Heartbeat
     heard_s: float
     limit: int
+    waits_since_s: float | None
+    """Since when a trainer has waited for groups."""
 
     @property
     def promised(self) -> int:
@@ -67,11 +69,10 @@ class CoordinatorView:
         self._head = 0
         self._peers: dict[str, _Peer] = {}
         self._holders: dict[str, None] = {}
-        """Peers that hold the head, in the order in which they got it."""
+        """Peers that hold the head, heard last at the end."""
         self._outstanding = 0
         self._rates = _Rates()
         self._choice = ModeChoice(mode, now_s)
-        self._starved_since_s: float | None = None
 
     @property
     def mode(self) -> Mode:
@@ -91,14 +92,16 @@ class CoordinatorView:
 
     def heard(self, peer_id: str, beat: Heartbeat, now_s: float) -> Grant:
         """Take a heartbeat in, and say what this peer may do."""
-        self._remove(peer_id)
+        last = self._remove(peer_id)
         if beat.leaving:
             return Grant(beat.started, ())
         if len(self._peers) >= IDENTITIES_MAX:
             self._remove(next(iter(self._peers)))
+        peer = _Peer(beat, now_s, beat.started, None)
         if peer_id in self.manifest.trainers:
-            self._trainer_said(beat, now_s)
-        peer = _Peer(beat, now_s, beat.started)
+            self.step = max(self.step, beat.step or 0)
+            if beat.wanted:
+                peer.waits_since_s = now_s if last is None or last.waits_since_s is None else last.waits_since_s
         if beat.role == "inference":
             self._rates.add(beat.groups_per_s)
             peer.limit += self._credit(peer, now_s)
@@ -119,13 +122,12 @@ class CoordinatorView:
     def measured(self) -> Measured | None:
         """The numbers that the provisioning rule asks for; None while one of them is not known."""
         beats = [peer.beat for peer in self._peers.values()]
-        rates = [beat.groups_per_s for beat in beats if beat.role == "inference" and beat.groups_per_s is not None]
-        steps = [beat.step_s for beat in beats if beat.role == "trainer" and beat.step_s is not None]
+        steps = [trainer.beat.step_s for trainer in self._trainers() if trainer.beat.step_s is not None]
         refresh_s = median([beat.refresh_s for beat in beats if beat.refresh_s is not None])
-        if not rates or not steps or refresh_s is None:
+        if not self._rates.known or not steps or refresh_s is None:
             return None
-        manifest = self.manifest
-        return Measured(sum(rates), manifest.learning.batch_groups, max(steps), refresh_s, manifest.publish_every)
+        learning, k = self.manifest.learning, self.manifest.publish_every
+        return Measured(self._rates.groups_per_s, learning.batch_groups, max(steps), refresh_s, k)
 
     def rows(self, now_s: float) -> list[PeerStatus]:
         """Everybody, for `swarm status`."""
@@ -135,34 +137,34 @@ class CoordinatorView:
 
     # ------------------------------------------------------------------ credits
 
-    def _trainer_said(self, beat: Heartbeat, now_s: float) -> None:
-        self.step = max(self.step, beat.step or 0)
-        if not beat.wanted:
-            self._starved_since_s = None
-        elif self._starved_since_s is None:
-            self._starved_since_s = now_s
-
     def _credit(self, peer: _Peer, now_s: float) -> int:
         """How many groups this peer may begin now; it is not among the outstanding yet.
 
         Once the trainer has waited for three beats, what the others have begun or were promised counts no more:
         some of them are slow, or lie. Each still gets no more than its share beyond what it works on.
         """
-        version = peer.beat.version
-        if self.mode == "sequential" or version is None:
+        if self.mode == "sequential" or peer.beat.version is None:
             return 0
+        version = min(peer.beat.version, self.step)  # one that is news to us has as much room as the newest we know
         window = room(self.step, 0, self.manifest.learning.batch_groups, version, self.manifest.depth)
-        starved = self._starved_since_s is not None and now_s - self._starved_since_s >= SILENT_S
-        free = window - self._queued() - (0 if starved else self._outstanding) - peer.unfinished
+        free = window - self._queued() - (0 if self._starved(now_s) else self._outstanding) - peer.unfinished
         share = max(1, math.ceil(window * self._rates.share(peer.beat.groups_per_s))) - peer.unfinished
         return max(0, min(free, share))
+
+    def _trainers(self) -> list[_Peer]:
+        return [self._peers[trainer] for trainer in self.manifest.trainers if trainer in self._peers]
+
+    def _starved(self, now_s: float) -> bool:
+        """Has a trainer waited for three beats?"""
+        waits = [trainer.waits_since_s for trainer in self._trainers()]
+        return any(since_s is not None and now_s - since_s >= SILENT_S for since_s in waits)
 
     def _queued(self) -> int:
         """Groups that wait at the trainers; those of steps that were announced after one spoke are consumed."""
         queued = 0
-        for trainer in self.manifest.trainers:
-            beat = self._peers[trainer].beat if trainer in self._peers else None
-            if beat is not None and beat.queued is not None and beat.step is not None:
+        for trainer in self._trainers():
+            beat = trainer.beat
+            if beat.queued is not None and beat.step is not None:
                 queued += max(0, beat.queued - (self.step - beat.step) * self.manifest.learning.batch_groups)
         return queued
 
@@ -174,16 +176,14 @@ class CoordinatorView:
         others = (peer_id for peer_id in reversed(self._holders) if peer_id != asker)
         return tuple(itertools.islice(others, SOURCES_MAX))
 
-    def _remove(self, peer_id: str) -> None:
+    def _remove(self, peer_id: str) -> _Peer | None:
         peer = self._peers.pop(peer_id, None)
-        if peer is None:
-            return
-        self._outstanding -= peer.outstanding
-        if peer.beat.role == "inference":
-            self._rates.remove(peer.beat.groups_per_s)
-        if not self._holds(peer.beat) or peer_id not in self._holders:
-            return
-        del self._holders[peer_id]
+        if peer is not None:
+            self._outstanding -= peer.outstanding
+            if peer.beat.role == "inference":
+                self._rates.remove(peer.beat.groups_per_s)
+            self._holders.pop(peer_id, None)
+        return peer
 
 
 class _Rates:
@@ -191,14 +191,19 @@ class _Rates:
 
     def __init__(self) -> None:
         self._micro = 0  # millionths of a group a second: whole numbers add up and cancel out exactly
-        self._known = self._unknown = 0
+        self.known = self._unknown = 0
+
+    @property
+    def groups_per_s(self) -> float:
+        """Of all who have measured."""
+        return self._micro / 1e6
 
     def add(self, rate: float | None, sign: int = 1) -> None:
         """A peer came; unknown is None."""
         if rate is None or rate <= 0:
             self._unknown += sign
         else:
-            self._known += sign
+            self.known += sign
             self._micro += sign * _micro(rate)
 
     def remove(self, rate: float | None) -> None:
@@ -207,7 +212,7 @@ class _Rates:
 
     def share(self, rate: float | None) -> float:
         """Part of all generation; who has not measured yet counts as the mean of those who have."""
-        mean = self._micro / self._known if self._known else 1.0
+        mean = self._micro / self.known if self.known else 1.0
         mine = mean if rate is None or rate <= 0 else _micro(rate)
         return min(1.0, mine / (self._micro + mean * self._unknown))
 

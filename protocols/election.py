@@ -23,7 +23,7 @@ from protocols.messages import Lease
 # Terms may not outrun the clock: at most one a second since 2026, which no honest election reaches (each takes
 # longer). So a candidate that claims the highest term it may holds the others up for seconds, not for ever.
 TERM_EPOCH_S = 1_767_225_600
-CANDIDATES_MAX = 256  # a manifest names at most 64 trainers and 64 others; claims are checked against it before
+CANDIDATES_MAX = 256  # a manifest names at most 64 trainers and 64 others; those of older revisions go first
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,14 @@ class Election:
         """The highest term seen in a claim."""
         self._my_term = 0
         self._claims: dict[str, _Held] = {}
+        """Each candidate's last words, those that count no more too: a record may outlive its claim."""
         self._vacant_since_s: float | None = None
-        # A newcomer listens for one lease first: the leader that it has not heard of may be there.
+        # A newcomer listens first, for as long as a leader may be quiet between two renewals. Nor does it say anything:
+        # its word would take the place of its own last claim, the only record of that term there may be.
         self._quiet_until_s = now_s + config.renew_s
+        self._seen_s = now_s
         self._lease_end_s = 0.0
-        self._put_at_s = now_s
+        self._put_at_s = self._quiet_until_s
         self._put_sent_s: float | None = None
         self._settled_s: float | None = None
 
@@ -186,7 +189,7 @@ class Election:
     @property
     def next_s(self) -> float:
         """When to `Tick` next, if nothing else happens before."""
-        times = [held.until_s for held in self._claims.values()]
+        times = [held.until_s for held in self._claims.values() if held.until_s > self._seen_s]
         idle = self._put_sent_s is None
         match self.phase:
             case Phase.LEADING:
@@ -195,11 +198,12 @@ class Election:
                 times += [self._settled_s] if self._settled_s is not None else []
             case Phase.STANDBY if idle:
                 times += [self._put_at_s, *([self._claim_at_s()] if self._vacant_since_s is not None else [])]
-        return min(times, default=self._put_at_s + self.config.renew_s)
+        return min(times, default=self._seen_s + self.config.renew_s)  # an answer is due; nothing to do before
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """One event; what the driver must do now, in order."""
         actions: list[Action] = []
+        self._seen_s = now_s
         if self.phase is Phase.LEADING and now_s >= self._lease_end_s:
             actions += self._step_down("lease ran out")
         match event:
@@ -229,7 +233,7 @@ class Election:
             if held is not None and held.claim.until_ms >= claim.until_ms:
                 continue  # said before, or overtaken on the way
             if held is None and len(self._claims) >= CANDIDATES_MAX:
-                raise LocalFault("more candidates than a manifest can name")
+                del self._claims[next(iter(self._claims))]
             if claim.candidate != self.me or self.phase is not Phase.STANDBY:
                 self._claims[claim.candidate] = _Held(claim, now_s + self.config.lease_s)
             self.term = max(self.term, claim.term)
@@ -237,8 +241,6 @@ class Election:
     def _advance(self, now_s: float) -> list[Action]:
         """What follows from the time and the claims."""
         actions: list[Action] = []
-        for candidate in [candidate for candidate, held in self._claims.items() if held.until_s <= now_s]:
-            del self._claims[candidate]
         leader = self.leader(now_s)
         other = leader if leader is not None and leader.candidate != self.me else None
         match self.phase:
@@ -264,7 +266,7 @@ class Election:
             self._vacant_since_s = max(now_s, self._quiet_until_s)
         if now_s < self._claim_at_s() or self._put_sent_s is not None:
             return []
-        self.term = self._my_term = self.term + 1
+        self._my_term = self.term + 1
         self.phase, self._settled_s = Phase.CLAIMING, None
         return self._put(True, now_s)
 
@@ -274,6 +276,7 @@ class Election:
             raise LocalFault("a lease was stored that was not sent")
         match self.phase:
             case Phase.CLAIMING if ok:
+                self.term = max(self.term, self._my_term)
                 self._lease_end_s = sent_s + self.config.lease_s
                 self._settled_s = now_s + self.config.settle_s
             case Phase.CLAIMING:
@@ -284,11 +287,12 @@ class Election:
 
     def _read_back(self, claims: tuple[Claim, ...], now_s: float) -> list[Action]:
         """Lead if our claim is there, and is the highest that is."""
-        if self.phase is not Phase.CLAIMING:
-            return []
+        if self.phase is not Phase.CLAIMING or self._put_sent_s is not None or self._settled_s is not None:
+            return []  # the answer for a claim that was given up
         mine = any(claim.candidate == self.me and claim.claimed and claim.term == self._my_term for claim in claims)
         leader = self.leader(now_s)
-        if mine and now_s < self._lease_end_s and leader is not None and leader.candidate == self.me:
+        highest = leader is not None and leader.candidate == self.me and self._my_term >= self.term
+        if mine and highest and now_s < self._lease_end_s:
             self.phase = Phase.LEADING
             self._put_at_s = now_s
             return [Lead(self._my_term)]
@@ -326,6 +330,5 @@ class Election:
     def _rank(self) -> int:
         """How many live candidates go before us in the next term."""
         mine = rank_hash(self.run, self.term + 1, self.me)
-        return sum(
-            rank_hash(self.run, self.term + 1, candidate) < mine for candidate in self._claims if candidate != self.me
-        )
+        others = [candidate for candidate, held in self._claims.items() if held.until_s > self._seen_s]
+        return sum(rank_hash(self.run, self.term + 1, other) < mine for other in others if other != self.me)

@@ -17,6 +17,7 @@ from protocols.presence import SILENT_S
 
 STALL_MIN_S = 3 * SILENT_S  # a guess: a fetch and the first groups on a slow machine; shorter stalls are normal
 STALL_SLACK = 4.0  # times what a peer's own rate promises for what it owes
+STALL_MAX_S = 600.0  # whatever rate it claims: no honest group takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ class Round:
         return sum(worker.delivered > 0 for worker in self._workers.values())
 
     def peers(self, rates: Mapping[str, float | None], now_s: float) -> list[Call]:
-        """Who is there now, with their rates. Newcomers get work; who is not named any more loses what it owes."""
+        """Who is there now, with their rates. Newcomers get what is free; who is gone loses what it owes."""
         for peer_id, rate in rates.items():
-            worker = self._workers.setdefault(peer_id, _Worker(rate if rate and rate > 0 else 1.0, progress_s=now_s))
+            worker = self._workers.setdefault(peer_id, _Worker(1.0, progress_s=now_s))
             worker.present = True
+            if rate is not None and rate > 0:
+                worker.rate = rate
         for peer_id, worker in self._workers.items():
             if peer_id not in rates and worker.present:
                 worker.present = False
@@ -118,7 +121,7 @@ class Round:
         }
 
     def _is_stalled(self, worker: _Worker, now_s: float) -> bool:
-        allowed_s = max(self._stall_min_s, STALL_SLACK * worker.owes / worker.rate)
+        allowed_s = max(self._stall_min_s, min(STALL_MAX_S, STALL_SLACK * worker.owes / worker.rate))
         return worker.owes > 0 and now_s - worker.progress_s >= allowed_s
 
     def _drop(self, worker: _Worker) -> None:
