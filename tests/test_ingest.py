@@ -24,7 +24,7 @@ from protocols.faults import PeerFault, TransportFault
 from protocols.messages import Envelopes, PushRollouts, Receipt, Refused, Reply, RolloutBatch, RolloutGroup
 from protocols.policy import Chain
 from protocols.rollouts import group_digest, pack_floats, pack_ids
-from swarm.storage import PeerStore, TrainerStore
+from swarm.storage import AcceptedGroup, PeerStore, TrainerStore
 from tests.samples import (
     EOS,
     OTHER_RUN,
@@ -309,10 +309,12 @@ async def test_whoever_counts_deliveries_hears_of_groups_that_are_on_disk(door: 
     await door.outcomes(group(counter=0), bad, group(counter=2))
     await door.outcomes(group(counter=0))
     await door.receipt(group(counter=0), peer=OWNER_ID)
-    await door.fill_disk()
-    for number in range(3, 100):
-        if await door.reply(group(counter=number, engine="x" * 128)) == Refused("trainer cannot store"):
-            break
+
+    async def full(groups: list[AcceptedGroup]) -> None:
+        raise OSError("database or disk is full")
+
+    door.store.add_groups = full  # type: ignore[method-assign]
+    assert await door.reply(group(counter=3)) == Refused("trainer cannot store")
     assert heard == [(STRANGER_ID, [0, 2], 2), (OWNER_ID, [0], 3)], "only what was accepted"
 
 
