@@ -499,8 +499,9 @@ def test_a_claim_that_is_refused_does_not_chase_the_ceiling() -> None:
     # One term more for each refused claim, each second, would stay one ahead of the clock for ever.
     world = World(("ada",), store_s=0.0)
     claims_under_ceiling(world, TERM_EPOCH_S + 1000.0)
-    world.run_until(RENEW_S)
-    world.tell("ada", Heard((Claim("mallory", 1000 + int(RENEW_S + SKEW_S), False, 20_000),)))
+    world.run_until(RENEW_S + CONFIG.wait_s - 0.01)  # just before it claims
+    top = 1000 + int(world.now_s + SKEW_S)
+    world.tell("ada", Heard((Claim("ada", top, False, 20_000),)))  # her own words: nobody goes before her in rank
     world.run_until(20.0)
     assert world.leaders() == ["ada"]
 
