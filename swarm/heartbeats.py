@@ -99,9 +99,9 @@ class Heartbeats:
     def _coordinator_target(self) -> str | None:
         """The bootstrap address that the coordinator answers at, or its peer id. None: nobody leads, or we do."""
         orders = self.follower.orders
-        peer_id = orders.coordinator if orders is not None else None
-        if peer_id is None or peer_id == self.node.peer_id:
+        if orders is None or orders.coordinator in (None, self.node.peer_id) or orders.alone(time.monotonic()):
             return None
+        peer_id = orders.coordinator
         return next((address for address, known in self.node.bootstraps.items() if known == peer_id), peer_id)
 
     async def say_goodbye(self) -> None:

@@ -265,6 +265,8 @@ class Node:
         if verdict == "ok" and beat.leaving:
             self.sessions.left(peer_id, beat.session)
             self.neighbours.pop(peer_id, None)
+            if follower.orders is not None and follower.orders.coordinator == peer_id:
+                follower.orders.lost()
         elif verdict == "ok":
             self.neighbours[peer_id] = Neighbour(beat, time.monotonic())
             follower.neighbourhood.heard_of(peer_id, beat.version)
