@@ -13,6 +13,7 @@ of groups, as the trainer counted them at its door and when it consumed them:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from bootstrap.audit_command import audit_fields, audit_file
 from bootstrap.config import RunConfig
 from bootstrap.events import Event, read_events
 from bootstrap.home import METRICS_FILE
+from bootstrap.state import Led, led_by
 from bootstrap.view import duration, number, percent, size
 from protocols.ledger import Audit
 
 FORMAT = 1
 _AT_THE_DOOR = ("received", "accepted", "stale", "duplicate", "invalid")
 _BECAME = ("trained", "no_signal", "stale_in_queue", "unused", "queued")
+_SWITCH = ("t", "mode", "term", "groups_per_s", "needed_per_s", "batch_groups", "step_s", "refresh_s")
 _COUNTED = (*_AT_THE_DOOR, "resumed", *_BECAME)
 
 
@@ -48,7 +51,7 @@ def about_run(config: RunConfig, run: str, wall_s: float, warnings: tuple[str, .
     """What the run's own configuration says."""
     return About(
         run=run,
-        mode="async",  # the one there is
+        mode=config.coordination.mode,
         model=config.model.name,
         environment=config.environment.name,
         seed=config.seed,
@@ -93,8 +96,12 @@ def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | 
         "lag": {
             "max_consumed": audit.max_lag if audit else None,
             "histogram": {str(lag): count for lag, count in sorted(audit.histogram.items())} if audit else None,
+            "door_max": _max([event.get("lag_door_max") for event in steps]),
+            "queue_max": _max([event.get("lag_queue_max") for event in steps]),
         },
-        "coordinator": {"terms": None, "failovers": None},  # this mode elects none
+        "coordinator": _coordinator([event for events in peers for event in events]),
+        "rounds": _rounds([event for event in trainer if event["event"] == "round"]),
+        "idle": {"trainer": _share(final.get("wait_s"), final.get("wall_s")), "inference": _idle(inference)},
         "bytes": {key: (final.get("bytes") or {}).get(key) for key in ("adapters", "rollouts", "gossip")},
         "audit": audit_fields(audit) if audit else {"ok": None, "problems": ["no ledger was written"]},
         "warnings": [
@@ -131,6 +138,47 @@ def _generated(events: Sequence[Event]) -> int | None:
     return final if final is not None else _last(events, "generated").get("groups")
 
 
+def _coordinator(events: Sequence[Event]) -> dict[str, Any]:
+    """Elections as all peers saw them, and the switches of mode; null when no peer said anything of either."""
+    switches = sorted((event for event in events if event["event"] == "mode"), key=lambda event: event["t"])
+    told = [(led, event["t"]) for event in events if (led := led_by(event)) is not None]
+    if not told and not switches:
+        return {"terms": None, "failovers": None, "switches": None}
+    first_s: dict[Led, float] = {}  # many peers tell the same
+    for led, t in told:
+        if led.coordinator is not None:
+            first_s[led] = min(t, first_s.get(led, t))
+    leaders = sorted(first_s, key=lambda led: (led.term, first_s[led]))
+    return {
+        "terms": len({led.term for led in leaders}),
+        "failovers": sum(before.coordinator != after.coordinator for before, after in pairwise(leaders)),
+        "switches": [{key: event.get(key) for key in _SWITCH} for event in switches],
+    }
+
+
+def _rounds(rounds: Sequence[Event]) -> dict[str, Any]:
+    """Null where no round was complete: asynchronous mode has none."""
+    if not rounds:
+        return {"count": None, "moved": None, "stalled": None}
+    return {
+        "count": len(rounds),
+        "moved": sum(event["moved"] for event in rounds),
+        "stalled": sum(len(event["stalled"]) for event in rounds),
+    }
+
+
+def _idle(inference: Sequence[Sequence[Event]]) -> float | None:
+    """Mean share of their time in which peers did not generate, of those that said so at their end."""
+    finals = [_last(events, "final") for events in inference]
+    shares = [_share(final.get("idle_s"), final.get("wall_s")) for final in finals]
+    known = [share for share in shares if share is not None]
+    return round(sum(known) / len(known), 4) if known else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return round(part / whole, 4) if part is not None and whole else None
+
+
 def _evaluation(trainer: Sequence[Event]) -> dict[str, Any]:
     measured = [event for event in trainer if event["event"] == "eval"]
     before = next((event for event in measured if event.get("step") == 0), {})
@@ -153,6 +201,11 @@ def _sum(values: Sequence[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
+def _max(values: Sequence[int | None]) -> int | None:
+    """Of those that are known."""
+    return max((value for value in values if value is not None), default=None)
+
+
 def _tenth(rewards: Sequence[float | None], first: bool) -> float | None:
     """Mean reward of the first or last tenth of the steps (at least one), of those that had one."""
     count = max(1, len(rewards) // 10)
@@ -163,6 +216,7 @@ def _tenth(rewards: Sequence[float | None], first: bool) -> float | None:
 def summary_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for people, in a few lines."""
     reward, measured, rollouts, lag, audit = (report[key] for key in ("reward", "eval", "rollouts", "lag", "audit"))
+    idle = report["idle"]
     verdict = {True: "ok", None: "not possible"}.get(audit["ok"], "FAILED")
     ends = ("no_signal", "stale", "stale_in_queue", "duplicate", "invalid", "unused", "lost")
     outcomes = [f"{rollouts[key]} {key}".replace("_", " ") for key in ends if rollouts[key] or key == "lost"]
@@ -175,7 +229,21 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
         f"groups     {number(rollouts['generated'], 0)} generated, {number(rollouts['trained'], 0)} trained"
         + "".join(f", {text}" for text in outcomes),
         f"lag        at most {number(lag['max_consumed'], 0)}, the bound is {report['max_lag']}",
+        f"leader     {_elections(report['coordinator'])}",
+        f"idle       trainer {percent(idle['trainer'])}, inference {percent(idle['inference'])}",
         f"bytes      {', '.join(traffic) or '-'}",
         f"audit      {verdict}",
     ]
     return lines + [f"           {problem}" for problem in audit["problems"]]
+
+
+def _elections(coordinator: Mapping[str, Any]) -> str:
+    if coordinator["terms"] is None:
+        return "-"
+    changes = len(coordinator["switches"])
+    counts = [_counted(coordinator["terms"], "term"), _counted(coordinator["failovers"], "failover")]
+    return ", ".join([*counts, *([_counted(changes, "mode change")] if changes else [])])
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "s")

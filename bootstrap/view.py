@@ -188,7 +188,7 @@ def _describe_coordination(event: Event) -> str | None:
         case {"event": "mode", "mode": mode}:
             rates = f"{number(event.get('groups_per_s'), 2)} groups/s are made, {_needed(event)} needed"
             return f"mode is {mode} from now on: {rates}"
-        case {"event": "round", "number": count, "version": version, "groups": groups}:
+        case {"event": "round", "version": version, "groups": groups}:
             moved = f", {event['moved']} moved" if event.get("moved") else ""
             stalled = "".join(f", {short(peer_id)} stalled" for peer_id in event.get("stalled", ()))
             return (

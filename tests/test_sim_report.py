@@ -270,7 +270,7 @@ def test_the_report_of_a_whole_run() -> None:
     assert (rollouts["generated"], rollouts["outbox"]) == (102, 2)
     assert rollouts["receipts"] == {"accepted": 90, "stale": 5, "duplicate": 5, "invalid": 0}
     assert rollouts["without_receipt"] == 2
-    assert report["lag"] == {"max_consumed": 3, "histogram": {"0": 60, "3": 10}}
+    assert report["lag"] == {"max_consumed": 3, "histogram": {"0": 60, "3": 10}, "door_max": None, "queue_max": None}
     assert report["bytes"] == {"adapters": 7, "rollouts": 8, "gossip": None}
     assert (report["audit"]["ok"], report["audit"]["problems"]) == (True, [])
     assert report["warnings"] == ["something"]
