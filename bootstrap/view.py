@@ -191,9 +191,7 @@ def _describe_coordination(event: Event) -> str | None:
         case {"event": "round", "version": version, "groups": groups}:
             moved = f", {event['moved']} moved" if event.get("moved") else ""
             stalled = "".join(f", {short(peer_id)} stalled" for peer_id in event.get("stalled", ()))
-            return (
-                f"round {count} for v{version}: {groups} groups in {number(event.get('seconds'), 1)} s{moved}{stalled}"
-            )
+            return f"round of v{version}: {groups} groups in {number(event.get('seconds'), 1)} s{moved}{stalled}"
         case {"event": "lost", "peer_id": peer_id}:
             return f"{short(peer_id)} is silent; its work is given to others"
         case _:

@@ -21,11 +21,12 @@ import pytest
 from bootstrap.config import RunConfig
 from bootstrap.errors import Failed
 from bootstrap.events import Event, Tail, read_events
-from bootstrap.report import About, build_report, summary_lines
+from bootstrap.report import About, about_run, build_report, summary_lines
 from bootstrap.sim import SimOptions, simulate
 from bootstrap.state import DONE, GENERATING, GONE, READY, TRAINING, SwarmState
 from bootstrap.view import JsonLines, PlainLines, duration, render, size, sparkline
 from protocols.ledger import Audit
+from protocols.manifest import CoordinationSpec
 
 ROOT = Path(__file__).parent.parent
 
@@ -205,6 +206,95 @@ def test_plain_lines_are_few() -> None:
     assert shown[0] == ["step 1", "v1", "reward 0.500", "loss 0.5000", "lag 0"]
 
 
+def leader(peer: str, coordinator: str | None, term: int, t: float = 0.0) -> Event:
+    return event("leader", t, peer=peer, role="inference", coordinator=coordinator, term=term)
+
+
+def leads(peer: str, term: int, t: float = 0.0) -> Event:
+    return event("coordinator", t, peer=peer, state="leading", term=term, reason=None)
+
+
+def stepped_down(peer: str, term: int, t: float = 0.0) -> Event:
+    return event("coordinator", t, peer=peer, state="stepped down", term=term, reason="lease ran out")
+
+
+SWITCH = {"mode": "sequential", "term": 2, "groups_per_s": 1.5, "needed_per_s": None, "batch_groups": 32}
+SWITCH |= {"step_s": 0.5, "refresh_s": 1.0}
+
+
+def test_a_change_of_the_leader_is_one_line_however_many_peers_tell_it() -> None:
+    stream = io.StringIO()
+    PlainLines(stream).show(
+        [
+            leads("AAAAAAAA", 1),
+            *(leader(peer, "AAAAAAAA", 1) for peer in "xyz"),
+            *(leader(peer, None, 1) for peer in "xy"),
+            leads("BBBBBBBB", 2),
+            leader("z", None, 1),  # it hears last
+            *(leader(peer, "BBBBBBBB", 2) for peer in "xyz"),
+            stepped_down("AAAAAAAA", 1),
+            stepped_down("BBBBBBBB", 2),
+            leader("x", None, 2),
+        ]
+    )
+    assert [line.partition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "term 1: AAAAAAAA coordinates",
+        "term 1: no coordinator is heard",
+        "term 2: BBBBBBBB coordinates",
+        "term 2: no longer coordinates (lease ran out)",
+    ]
+
+
+def test_lines_of_a_coordinated_run() -> None:
+    stream = io.StringIO()
+    round_ = {"number": 9, "version": 4, "groups": 32, "peers": 3, "seconds": 2.25}
+    PlainLines(stream).show(
+        [
+            event("mode", **SWITCH),
+            event("mode", **SWITCH | {"mode": "async", "needed_per_s": 1.0}),
+            event("round", 0.0, **round_, moved=0, stalled=[]),
+            event("round", 5.0, **round_, moved=0, stalled=[]),
+            event("round", 20.0, **round_, moved=2, stalled=["x" * 44 + "stalling"]),
+            event("lost", peer_id="x" * 44 + "lostpeer"),
+        ]
+    )
+    assert [line.partition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "mode is sequential from now on: 1.50 groups/s are made, more than any rate needed",
+        "mode is async from now on: 1.50 groups/s are made, 1.00 needed",
+        "round of v4: 32 groups in 2.2 s",
+        "round of v4: 32 groups in 2.2 s, 2 moved, stalling stalled",
+        "lostpeer is silent; its work is given to others",
+    ]
+
+
+def test_the_picture_shows_who_leads_as_those_say_who_know_most() -> None:
+    state = state_of(leader("x", "AAAAAAAA", 1), leads("BBBBBBBB", 2), leader("x", None, 1))
+    assert state.led == ("BBBBBBBB", 2)
+    state.apply(step(1, mode="sequential"))
+    state.apply(event("round", moved=3))
+    state.apply(event("round", moved=0))
+    text = picture(state)
+    assert "mode sequential  coordinator BBBBBBBB (term 2)  version v1" in text
+    assert "rounds 2 (3 groups moved)" in text
+    state.gone("BBBBBBBB")  # its last word counts no more
+    assert state.led == (None, 1)
+    assert "coordinator none (term 1)" in picture(state)
+    state.apply(leader("x", "CCCCCCCC", 3))
+    state.apply(event("mode", **SWITCH | {"mode": "async"}))
+    assert "mode async  coordinator CCCCCCCC (term 3)" in picture(state)
+    state.apply(stepped_down("CCCCCCCC", 3))
+    assert state.led == ("CCCCCCCC", 3)  # x still hears it
+    assert state_of(leads("C", 3), stepped_down("C", 3)).led == (None, 3)
+
+
+def test_what_others_wrote_cannot_steer_the_terminal() -> None:
+    stream = io.StringIO()
+    said = event("warning", code="x", text="peer says \x1b[2J\x9b31m\u202eevil\nand more")
+    PlainLines(stream).show([said])
+    assert stream.getvalue().endswith("  warning: peer says \ufffd[2J\ufffd31m\ufffdevil and more\n")
+    assert "! peer says \ufffd[2J\ufffd31m\ufffdevil and more" in picture(state_of(said))
+
+
 def test_json_lines_are_the_events() -> None:
     stream = io.StringIO()
     JsonLines(stream).show([event("loop", lag_p99_ms=1.5)])
@@ -290,13 +380,77 @@ def test_the_report_of_a_whole_run() -> None:
 def test_what_nobody_reported_is_null_and_never_0() -> None:
     report = build_report(ABOUT, [[event("ready")], inference_events(9, None)], None)
     assert "audit      not possible" in "\n".join(summary_lines(report))
+    assert "leader     -" in summary_lines(report)
+    assert "idle       trainer -, inference -" in summary_lines(report)
     assert set(report["rollouts"].pop("receipts").values()) == {None}
     assert report["rollouts"].pop("generated") == 8  # it said so before it died
     assert set(report["rollouts"].values()) == {None}
     assert report["reward"] == {"per_step": [], "first": None, "last": None}
     assert set(report["eval"].values()) == set(report["lag"].values()) == set(report["bytes"].values()) == {None}
-    assert set(report["coordinator"].values()) == {None}
+    assert (
+        set(report["coordinator"].values()) == set(report["rounds"].values()) == set(report["idle"].values()) == {None}
+    )
     assert (report["steps"], report["audit"]["ok"]) == (None, None)
+
+
+def test_elections_are_counted_once_however_many_peers_saw_them() -> None:
+    first = [leads("A", 1, 1.0), leader("A", "A", 1, 1.1), stepped_down("A", 1, 9.0), leads("A", 4, 40.0)]
+    second = [leader("B", "A", 1, 1.2), leader("B", None, 1, 8.0), leads("B", 2, 10.0), leads("B", 3, 30.0)]
+    third = [leader("C", "A", 1, 1.3), leader("C", "B", 2, 10.1), leader("C", "B", 3, 30.1), leader("C", "A", 4, 41.0)]
+    switches = [event("mode", 12.0, **SWITCH), event("mode", 50.0, **SWITCH | {"mode": "async", "term": 4})]
+    report = build_report(ABOUT, [[*first, switches[1]], [*second, switches[0]], third], None)
+    assert report["coordinator"]["terms"] == 4
+    assert report["coordinator"]["failovers"] == 2  # A to B and back; from term 2 to 3 B stays
+    assert [(each["t"], each["mode"]) for each in report["coordinator"]["switches"]] == [
+        (12.0, "sequential"),
+        (50.0, "async"),
+    ]
+    assert report["coordinator"]["switches"][0] == {"t": 12.0, **SWITCH}
+    assert "leader     4 terms, 2 failovers, 2 mode changes" in summary_lines(report)
+
+
+def test_one_leader_from_start_to_end_is_one_term_and_no_failover() -> None:
+    report = build_report(
+        ABOUT, [[leads("A", 1)], [leader("B", None, 0), leader("B", "A", 1), leader("B", "A", 1)]], None
+    )
+    assert report["coordinator"] == {"terms": 1, "failovers": 0, "switches": []}
+    assert "leader     1 term, 0 failovers" in summary_lines(report)
+    nobody = build_report(ABOUT, [[leader("B", None, 0)]], None)
+    assert nobody["coordinator"] == {"terms": 0, "failovers": 0, "switches": []}  # told, and nobody led
+
+
+def test_two_leaders_of_one_term_are_a_failover_whoever_hears_which_first() -> None:
+    peers = [[leads("A", 1, 1.0)], [leads("B", 1, 1.5)], [leader("x", "B", 1, 1.6), leader("x", "A", 1, 2.0)]]
+    assert build_report(ABOUT, peers, None)["coordinator"]["failovers"] == 1
+
+
+def test_rounds_idle_shares_and_where_lag_came_from() -> None:
+    about = {"number": 1, "version": 1, "groups": 32, "peers": 3, "seconds": 1.0}
+    trainer = [
+        event("ready"),
+        step(1, lag_door_max=1, lag_queue_max=0),
+        step(2, lag_door_max=0, lag_queue_max=2),
+        step(2, skipped="no signal"),
+        event("round", **about, moved=3, stalled=["p"]),
+        event("round", **about, moved=1, stalled=[]),
+        event("final", wait_s=2.0, wall_s=8.0),
+    ]
+
+    def final(peer: str, **times: float) -> list[Event]:
+        return [event("ready", peer=peer, role="inference"), event("final", peer=peer, role="inference", **times)]
+
+    killed = [event("ready", peer="k", role="inference")]
+    busy, lazy = final("a", busy_s=9.0, idle_s=1.0, wall_s=10.0), final("b", busy_s=1.0, idle_s=1.0, wall_s=2.0)
+    report = build_report(ABOUT, [trainer, busy, lazy, killed], None)
+    assert report["rounds"] == {"count": 2, "moved": 4, "stalled": 1}
+    assert report["idle"] == {"trainer": 0.25, "inference": 0.3}
+    assert (report["lag"]["door_max"], report["lag"]["queue_max"]) == (1, 2)
+    assert "idle       trainer 25.0%, inference 30.0%" in summary_lines(report)
+
+
+def test_the_mode_of_a_report_is_the_one_that_the_run_asks_for() -> None:
+    config = RunConfig(name="sums", trainers=(), coordination=CoordinationSpec(mode="auto"))
+    assert about_run(config, "r", 1.0).mode == "auto"
 
 
 def test_one_peer_without_a_last_word_makes_the_sums_unknown() -> None:
