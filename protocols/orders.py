@@ -2,8 +2,8 @@
 
     Directive --eligible, fresh, fenced by (term, candidate, number)--> mode, min version
 
-A directive orders two things. The minimum version only rises, and never over the head that the peer itself has
-verified: an order for a version that does not exist changes nothing. The mode counts only where the manifest
+A directive orders two things. The minimum version only rises within a term, and never over the head that the peer
+itself has verified: an order for a version that does not exist changes nothing. The mode counts only where the manifest
 says `auto`, and at most one change is obeyed in `MODE_DWELL_S`. So the worst coordinator slows a run down.
 """
 
@@ -33,13 +33,14 @@ class Orders:
         self.newest: Sealed[Directive] | None = None
         self.min_version = 0
         self._number = -1
-        self._mode: Mode = "sequential" if manifest.coordination.mode == "sequential" else "async"
+        self._ordered: Mode = "async"
         self._mode_since_s: float | None = None
 
     @property
     def mode(self) -> Mode:
         """The mode in force here: the manifest's, or in `auto` what was ordered, `async` before that."""
-        return self._mode
+        configured = self.manifest.coordination.mode
+        return self._ordered if configured == "auto" else configured
 
     def update_manifest(self, manifest: Manifest) -> None:
         """Go on under a newer revision. Whoever is no longer eligible is no longer obeyed; the fence stays."""
@@ -81,6 +82,7 @@ class Orders:
             return False
         if (sealed.sender, said.term) != (self.coordinator, self.term):
             self.coordinator, self.term = sealed.sender, said.term
+            self.min_version = 0  # what a bad coordinator ordered ends with its term
         self._number, self.newest = said.number, sealed
         self.heard(now_s)
         self.min_version = max(self.min_version, said.min_version)
@@ -101,7 +103,7 @@ class Orders:
         return precedes(self.manifest.run, (said.term, sealed.sender), (self.term, self.coordinator))
 
     def _change_mode(self, mode: Mode, now_s: float) -> None:
-        if self.manifest.coordination.mode != "auto" or mode == self._mode:
+        if self.manifest.coordination.mode != "auto" or mode == self._ordered:
             return
         if self._mode_since_s is None or now_s - self._mode_since_s >= MODE_DWELL_S:
-            self._mode, self._mode_since_s = mode, now_s
+            self._ordered, self._mode_since_s = mode, now_s

@@ -320,6 +320,17 @@ def test_a_higher_claim_deposes_at_once() -> None:
     assert leading(term=4).handle(Heard((claim("bob", 3), claim("cyd", 5, claimed=False))), 1.0) == []
 
 
+def test_an_order_of_a_higher_term_heard_once_as_a_claim_is_led_above_within_two_leases() -> None:
+    # A liar may order without a lease. Peers obey it (S6), so a leader below must stand aside, and come back above.
+    world = World(("ada",))
+    world.run_until(20.0)
+    world.tell("ada", Heard((claim("mallory", 500, until_ms=30_000),)))
+    assert world.leaders() == []
+    world.run_until(20.0 + LEASE_S + CONFIG.wait_s + CONFIG.settle_s + 1.0)
+    assert world.leaders() == ["ada"]
+    assert world.elections["ada"].term == 501
+
+
 def test_a_claimant_gives_way_to_a_higher_claim() -> None:
     one = claiming(term=2)
     assert one.handle(Heard((claim("bob", 3),)), 0.1) == [Put(3, False)]
