@@ -20,6 +20,7 @@ from bootstrap.report import About, build_report
 from protocols.directory import HEAD_LIFE_S, MANIFEST_LIFE_S, PEER_LIFE_S, RecordKey, RecordKind
 from protocols.envelopes import KINDS
 from protocols.ledger import Audit
+from protocols.manifest import CoordinationSpec
 from protocols.messages import Verdict
 from swarm.storage import TrainerStore
 
@@ -98,7 +99,7 @@ MESSAGES = [*structs(ROOT / "protocols/messages.py"), *structs(ROOT / "protocols
 
 
 def test_every_message_has_a_section_and_every_section_a_message() -> None:
-    assert len(MESSAGES) == 27
+    assert len(MESSAGES) == 35
     assert sorted(sections("wire.md")) == sorted(name for name, _, _ in MESSAGES)
 
 
@@ -150,7 +151,13 @@ def test_directory_keys_have_their_lifetimes() -> None:
     def key(kind: RecordKind) -> str:
         return RecordKey("<run>", kind).text.replace("/0", "/<shard>")
 
-    lives = {RecordKind.MANIFEST: MANIFEST_LIFE_S, RecordKind.HEAD: HEAD_LIFE_S, RecordKind.PEERS: PEER_LIFE_S}
+    lives = {
+        RecordKind.MANIFEST: MANIFEST_LIFE_S,
+        RecordKind.HEAD: HEAD_LIFE_S,
+        RecordKind.PEERS: PEER_LIFE_S,
+        RecordKind.COORDINATOR: CoordinationSpec().lease_s,
+    }
+    assert set(lives) == set(RecordKind)
     told = {row[0]: row[3].partition(" s")[0] for row in wire_rows(6)}
     assert told == {key(kind): f"{life_s:g}" for kind, life_s in lives.items()}
 
