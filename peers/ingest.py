@@ -114,7 +114,7 @@ class Ingest:
         self.received_bytes += len(request.envelope)
         try:
             groups = self._open(request, peer_id).message.groups
-            groups = groups[: self._admit(peer_id, len(groups))]  # before the work
+            self._admit(peer_id, len(groups))  # before the work
             loop = asyncio.get_running_loop()
             checked = await loop.run_in_executor(self._thread, self._check_all, peer_id, groups)
             # Whoever hangs up now must not tear apart what goes into memory and what goes onto the disk.
@@ -136,7 +136,7 @@ class Ingest:
         return sealed
 
     def _admit(self, peer_id: str, num_groups: int) -> int:
-        """How many groups of this push may be looked at now. Raises PeerFault when none may."""
+        """How many groups of this push may be accepted now. Raises PeerFault when it is not to be looked at."""
         if self.closed:
             raise PeerFault("run ended")
         return self.intake.admit(peer_id, num_groups)
@@ -151,15 +151,18 @@ class Ingest:
 
     async def _judge_alone(self, peer_id: str, checked: list[Checked]) -> Reply:
         async with self.lock:
-            allowed = self._admit(peer_id, len(checked))  # again: pushes that were checked side by side add up
-            return await self._judge(peer_id, checked[:allowed])
+            room = self._admit(peer_id, len(checked))  # again: pushes that were checked side by side add up
+            return await self._judge(peer_id, checked, room)
 
-    async def _judge(self, peer_id: str, checked: list[Checked]) -> Reply:
+    async def _judge(self, peer_id: str, checked: list[Checked], room: int) -> Reply:
         steps_done = self.steps_done
         receipts: list[GroupReceipt] = []
         accepted: list[AcceptedGroup] = []
         for each in checked:
             judged = self.intake.offer(peer_id, each.group, steps_done, each.fault)
+            if judged.outcome == "accepted" and len(accepted) == room:
+                self.intake.retract([judged.digest])  # not in the receipt, so that it comes again
+                continue
             receipts.append(judged)
             if judged.outcome == "accepted":
                 queued = Queued(judged.digest, peer_id, each.group.counter, each.group.oldest_version, steps_done)

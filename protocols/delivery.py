@@ -134,7 +134,7 @@ class Intake:
         return self._invalid[producer] >= INVALID_MAX
 
     def admit(self, producer: str, num_groups: int) -> int:
-        """How many groups of this push, from its first on, may be judged now; the others stay with the producer.
+        """May this push be looked at? How many of its groups may be accepted; the others stay with the producer.
 
         Raises PeerFault when none may: nothing of it was judged, send it later.
         """
@@ -185,7 +185,7 @@ class Intake:
         return self._receipt(queued, "accepted", "")
 
     def retract(self, digests: Iterable[bytes]) -> None:
-        """Accepted groups that could not be stored after all: as if they had never come."""
+        """Accepted groups that cannot be kept after all, for want of room or of a disk: as if they had never come."""
         for digest in digests:
             group = self._queue.pop(digest, None)
             if group is None:

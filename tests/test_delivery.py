@@ -233,10 +233,10 @@ def test_of_one_version_those_that_came_first_are_taken() -> None:
 
 def push(intake: Intake, producer: str, num_groups: int, first: int = 0) -> int:
     """Push as an ingest would; how many groups were let in. Raises PeerFault."""
-    allowed = intake.admit(producer, num_groups)
-    for counter in range(first, first + allowed):
+    room = intake.admit(producer, num_groups)
+    for counter in range(first, first + room):
         assert offer(intake, counter, producer=producer).outcome == "accepted"
-    return allowed
+    return room
 
 
 def test_a_huge_push_is_turned_away_unjudged() -> None:
