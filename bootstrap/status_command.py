@@ -38,8 +38,8 @@ CONNECT_S = 8.0  # as a peer that joins
 ANSWER_S = 5.0
 PATIENCE_S = 2.0  # for other addresses, once one has answered; and for a coordinator whom we know by name only
 _ROLES = ("bootstrap", "trainer", "inference")  # as they stand in the table
-_LABEL_CHARS_MAX = 24  # of an engine or a device in the table
-_WIDE = 100  # columns of a terminal from which on engine and device fit
+_WIDE = 120  # columns of a terminal from which on engine and device fit
+_LABEL_CHARS_MAX = 19  # of an engine or a device in the table, so that both do
 _PIPE_WIDTH = 200  # where there is no terminal: more than any table needs
 
 
@@ -276,14 +276,14 @@ def render(look: Look, width: int, watching: bool = False) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    lines: list[RenderableType] = [Text(text, no_wrap=True, overflow="ellipsis") for text in _about(look, watching)]
+    lines: list[RenderableType] = [Text(text) for text in _about(look, watching)]
     for each in look.unreachable:
         since = f" since {_clock(each.since_s)}" if watching else ""
         advice = ADVICE.get(each.fault.code)
         reason = f"{each.fault.code}: {advice.text}" if advice else each.fault.code
         lines.append(Text(f"bootstrap unreachable{since}: {each.address}: {reason}", style="yellow"))
     if look.answer is not None:
-        lines.append(_peer_table(look.answer.status, width))
+        lines.append(_peer_table(look.answer.status, width) if look.answer.status.peers else Text("no peers"))
         if look.answer.status.left_out:
             lines.append(Text(f"and {look.answer.status.left_out} more peers"))
     return Group(*lines, *([Text()] if watching else []))
@@ -305,17 +305,17 @@ def _about(look: Look, watching: bool) -> Iterator[str]:
         f"max_lag {status.max_lag}",
         f"queued {_count(status.queued)}",
     ]
-    yield f"mode         {status.mode or 'auto, not chosen yet'}   {'   '.join(progress)}"
-    said = "" if status.leading else f"   (as {short(peer_id)} says)"
-    yield f"{_coordinator(status)}{said}"
+    yield f"mode         {status.mode or 'not chosen yet'}   {'   '.join(progress)}"
+    yield _coordinator(peer_id, status)
     yield f"groups       {_count(status.accepted)} accepted, {_count(status.stale)} stale"
 
 
-def _coordinator(status: Status) -> str:
+def _coordinator(told_by: str, status: Status) -> str:
     if status.coordinator is not None:
-        return f"coordinator  {short(status.coordinator)}, term {_count(status.term)}"
+        hearsay = "" if status.leading else f"   (as {short(told_by)} says)"
+        return f"coordinator  {short(status.coordinator)}, term {_count(status.term)}{hearsay}"
     since = "is known" if status.vacant_s is None else f"since {_age(status.vacant_s)}"
-    return f"no coordinator {since}, the last term was {status.term}" if status.term else f"no coordinator {since}"
+    return f"no coordinator {since}" + (f", the last was in term {status.term}" if status.term else "")
 
 
 class _Column(NamedTuple):
@@ -333,13 +333,13 @@ _COLUMNS = (
     _Column("device", lambda _, peer: _label(peer.device), right=False, wide=True),
     _Column("version", lambda _, peer: _version(peer.version)),
     _Column("lag", lambda status, peer: _count(_lag(status, peer))),
-    _Column("tokens\n/s", lambda _, peer: _rate(peer.tokens_per_s, 0)),
-    _Column("groups\n/s", lambda _, peer: _rate(peer.groups_per_s, 2)),
+    _Column("tok/s", lambda _, peer: _rate(peer.tokens_per_s, 0)),
+    _Column("grp/s", lambda _, peer: _rate(peer.groups_per_s, 2)),
     _Column("in\nflight", lambda _, peer: str(peer.in_flight)),
     _Column("outbox", lambda _, peer: str(peer.outbox)),
     _Column("credit", lambda _, peer: _count(peer.credit)),
     _Column("accepted\n/stale", lambda _, peer: f"{_count(peer.accepted)}/{_count(peer.stale)}"),
-    _Column("silent", lambda _, peer: _age(peer.silent_s)),
+    _Column("silent", lambda _, peer: f"{_rate(peer.silent_s, 0)} s"),
 )
 
 
@@ -349,7 +349,7 @@ def _peer_table(status: Status, width: int) -> "RenderableType":
     from rich.text import Text
 
     columns = [column for column in _COLUMNS if width >= _WIDE or not column.wide]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)  # one space between columns: all fit into 80
     for column in columns:
         justify = "right" if column.right else "left"
         table.add_column(column.heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
