@@ -57,8 +57,9 @@ log = logging.getLogger(__name__)
 CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a burst
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
-# Faults that say nothing against whoever we talk to: relays of a forked chain, and peers that are merely busy.
-INNOCENT = frozenset({"equivocating trainer", "remote error"})
+# Faults that say nothing against whoever we talk to: relays of a forked chain, peers that are merely busy, and words of
+# a candidate that a cut cable held back, which arrive by the dozen when it is mended.
+INNOCENT = frozenset({"equivocating trainer", "remote error", "old directive", "bad expiry"})
 OFFENCES_MAX = 8  # invalid messages until a sender is ignored; an honest bug shows itself in fewer
 MANIFEST_ASK_S = 1.0
 MANIFEST_WARN_S = 15.0
