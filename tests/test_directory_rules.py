@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from protocols import directory
 from protocols.directory import (
     HEAD_LIFE_S,
+    LEASE_LIFE_MAX_S,
     MANIFEST_LIFE_S,
     PEER_LIFE_S,
     SKEW_S,
@@ -19,13 +20,15 @@ from protocols.directory import (
     RecordKind,
     shard_of,
 )
+from protocols.election import TERM_EPOCH_S, check_term
 from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault
 from protocols.identity import peer_id_of, public_bytes, run_id_of
-from protocols.manifest import Manifest
-from protocols.messages import AdapterRef, Announcement, BlobRef, CapacityAd, TrainedOn
+from protocols.manifest import CoordinationSpec, Manifest
+from protocols.messages import AdapterRef, Announcement, BlobRef, CapacityAd, Lease, TrainedOn
 
-NOW_S = 1_000_000.0
+NOW_S = TERM_EPOCH_S + 1_000_000.0
+TEN_YEARS_S = 10 * 365 * 86400.0
 
 
 def key_of(number: int) -> Ed25519PrivateKey:
@@ -37,6 +40,8 @@ RUN = run_id_of("demo", public_bytes(OWNER))
 MANIFEST = RecordKey(RUN, RecordKind.MANIFEST)
 HEAD = RecordKey(RUN, RecordKind.HEAD)
 PEERS = RecordKey(RUN, RecordKind.PEERS)
+COORDINATOR = RecordKey(RUN, RecordKind.COORDINATOR)
+LEASE_S = 10.0
 
 
 def name(key: Ed25519PrivateKey) -> str:
@@ -76,6 +81,16 @@ def advert(signer: Ed25519PrivateKey = PEER, issued_s: float = NOW_S, run: str =
     return stored(seal(signer, replace(content, **changes)))
 
 
+def signed_lease(
+    signer: Ed25519PrivateKey = TRAINER, term: int = 1, until_s: float = NOW_S + LEASE_S, **changes: object
+) -> Sealed[Lease]:
+    return seal(signer, replace(Lease(RUN, term, "claimed", int(until_s * 1000)), **changes))
+
+
+def lease(*args: object, **changes: object) -> bytes:
+    return stored(signed_lease(*args, **changes))
+
+
 @pytest.fixture
 def rules() -> DirectoryRules:
     rules = DirectoryRules(RUN)
@@ -99,12 +114,13 @@ def test_honest_records_stand_and_may_be_stored_again(rules: DirectoryRules) -> 
         rules.check(MANIFEST, None, manifest(), NOW_S + MANIFEST_LIFE_S, NOW_S)
         rules.check(HEAD, name(TRAINER), head(3), NOW_S + HEAD_LIFE_S, NOW_S)
         rules.check(PEERS, name(PEER), advert(), NOW_S + PEER_LIFE_S, NOW_S)
+        rules.check(COORDINATOR, name(TRAINER), lease(), NOW_S + LEASE_S, NOW_S)
 
 
 def test_keys_are_told_apart_and_cover_every_shard() -> None:
     texts = [key.text for key in DirectoryRules(RUN).keys()]  # noqa: SIM118
-    assert texts[:3] == [f"{RUN}/manifest", f"{RUN}/head", f"{RUN}/peers/0"]
-    assert len(set(texts)) == len(texts) == 258
+    assert texts[:4] == [f"{RUN}/manifest", f"{RUN}/head", f"{RUN}/coordinator", f"{RUN}/peers/0"]
+    assert len(set(texts)) == len(texts) == 259
     assert {shard_of(name(key_of(number)), 8) for number in range(200)} == set(range(8))
 
 
@@ -117,15 +133,15 @@ def test_keys_are_told_apart_and_cover_every_shard() -> None:
         (MANIFEST, None, manifest(), MANIFEST_LIFE_S),
         (HEAD, name(TRAINER), head(), HEAD_LIFE_S),
         (PEERS, name(PEER), advert(), PEER_LIFE_S),
+        (COORDINATOR, name(TRAINER), lease(until_s=NOW_S + LEASE_S + SKEW_S), LEASE_S),
     ],
 )
 def test_b48_a_record_lives_no_longer_than_its_kind_allows(
     rules: DirectoryRules, key: RecordKey, subkey: str | None, value: bytes, life_s: float
 ) -> None:
-    ten_years_s = 10 * 365 * 86400.0
     for expires_s in (
         NOW_S + life_s + SKEW_S + 0.01,
-        NOW_S + ten_years_s,
+        NOW_S + TEN_YEARS_S,
         NOW_S - SKEW_S - 0.01,
         math.inf,
         -math.inf,
@@ -184,6 +200,99 @@ def test_plain_records_and_dictionaries_do_not_replace_each_other(rules: Directo
     assert refusal(rules, MANIFEST, name(OWNER), manifest(), NOW_S + 60) == "bad subkey"
     assert refusal(rules, HEAD, None, head(), NOW_S + 60) == "bad subkey"
     assert refusal(rules, PEERS, None, advert(), NOW_S + 60) == "bad subkey"
+
+
+# ---------------------------------------------------------------------- leases
+
+
+def lease_refusal(rules: DirectoryRules, sealed: Sealed[Lease], now_s: float = NOW_S) -> str:
+    """Why it is refused, by gossip and in the DHT alike, whatever expiry the record is given."""
+    with pytest.raises(PeerFault) as caught:
+        rules.check_lease(sealed, now_s)
+    for expires_s in (now_s, now_s + LEASE_S / 2, now_s + LEASE_S):
+        assert refusal(rules, COORDINATOR, sealed.sender, stored(sealed), expires_s, now_s) == caught.value.reason
+    return caught.value.reason
+
+
+def test_b48_a_lease_that_reaches_into_the_future_is_refused_everywhere(rules: DirectoryRules) -> None:
+    for ahead_s in (LEASE_S + SKEW_S + 0.01, 3600.0 + LEASE_S, TEN_YEARS_S):  # a hair, a clock an hour ahead, a liar
+        sealed = signed_lease(until_s=NOW_S + ahead_s)
+        assert lease_refusal(rules, sealed) == "bad expiry"
+        assert refusal(rules, COORDINATOR, name(TRAINER), stored(sealed), NOW_S + ahead_s) == "bad expiry"
+    rules.check_lease(signed_lease(until_s=NOW_S + LEASE_S + SKEW_S), NOW_S)
+
+
+def test_b102_a_lease_that_has_run_out_is_refused(rules: DirectoryRules) -> None:
+    for ago_s in (SKEW_S + 0.01, 86_400.0):
+        assert lease_refusal(rules, signed_lease(until_s=NOW_S - ago_s)) == "bad expiry"
+    rules.check_lease(signed_lease(until_s=NOW_S - SKEW_S), NOW_S)
+
+
+def test_b48_a_record_that_outlives_its_lease_is_refused(rules: DirectoryRules) -> None:
+    # Stored again by anybody, with a later expiry: a dead holder's lease is free after LEASE_S + SKEW_S at most.
+    old = lease(until_s=NOW_S + LEASE_S)
+    rules.check(COORDINATOR, name(TRAINER), old, NOW_S + LEASE_S + SKEW_S, NOW_S + LEASE_S)
+    later = refusal(rules, COORDINATOR, name(TRAINER), old, NOW_S + LEASE_S + SKEW_S + 0.1, NOW_S + LEASE_S)
+    assert later == "bad expiry"
+
+
+@pytest.mark.parametrize("term", [1_000_000 + int(SKEW_S) + 1, 2**32 - 1])
+def test_b48_a_term_ahead_of_its_time_is_refused_everywhere(rules: DirectoryRules, term: int) -> None:
+    assert lease_refusal(rules, signed_lease(term=term)) == "term ahead of its time"
+
+
+def test_b48_the_highest_term_that_may_be_claimed_holds_the_next_one_up_for_seconds_only(rules: DirectoryRules) -> None:
+    top = 1_000_000 + int(SKEW_S)
+    rules.check_lease(signed_lease(term=top), NOW_S)
+    freed_s = NOW_S + LEASE_S
+    above = signed_lease(STRANGER, top + 1, freed_s + LEASE_S)
+    rules.check(MANIFEST, None, manifest(2, trainers=(name(TRAINER), name(STRANGER))), NOW_S + 600, NOW_S)
+    rules.check_lease(above, freed_s)
+    check_term(top + 1, NOW_S + 1 + SKEW_S)  # even had it fallen silent at once
+
+
+def test_b48_a_leader_is_who_the_manifest_makes_eligible(rules: DirectoryRules) -> None:
+    by_peer = signed_lease(PEER)
+    assert lease_refusal(rules, by_peer) == "not eligible"
+    assert lease_refusal(rules, signed_lease(OWNER)) == "not eligible"
+    spec = CoordinationSpec(coordinators=(name(PEER),))
+    rules.check(MANIFEST, None, manifest(2, coordination=spec), NOW_S + 600, NOW_S)
+    rules.check(COORDINATOR, name(PEER), stored(by_peer), NOW_S + LEASE_S, NOW_S)
+    rules.check(MANIFEST, None, manifest(3), NOW_S + 600, NOW_S)
+    assert lease_refusal(rules, by_peer) == "not eligible", "a revision takes the right away"
+
+
+def test_b101_nobody_stores_a_lease_under_another_candidates_name(rules: DirectoryRules) -> None:
+    trainers = (name(TRAINER), name(STRANGER))
+    rules.check(MANIFEST, None, manifest(2, trainers=trainers), NOW_S + 600, NOW_S)
+    by_stranger = lease(STRANGER)
+    assert refusal(rules, COORDINATOR, name(TRAINER), by_stranger, NOW_S + LEASE_S) == "sender is not the subkey"
+    assert refusal(rules, COORDINATOR, None, lease(), NOW_S + LEASE_S) == "bad subkey"
+
+
+def test_b102_a_lease_of_another_run_and_a_record_of_another_kind_are_refused(rules: DirectoryRules) -> None:
+    other = run_id_of("other", public_bytes(OWNER))
+    assert lease_refusal(rules, signed_lease(run=other)) == "foreign run"
+    for key, value in ((COORDINATOR, head()), (COORDINATOR, advert(signer=TRAINER)), (HEAD, lease())):
+        reason = refusal(rules, key, name(TRAINER), value, NOW_S + LEASE_S)
+        assert reason in ("bad signature", "envelope too large"), "the kind is part of what is signed"
+
+
+def test_before_the_manifest_is_known_no_lease_is_believed_and_none_may_outlive_the_longest() -> None:
+    rules = DirectoryRules(RUN)
+    assert rules.lease_s == LEASE_LIFE_MAX_S
+    assert lease_refusal(rules, signed_lease()) == "no manifest yet"
+    far_s = NOW_S + LEASE_LIFE_MAX_S + SKEW_S + 1
+    assert refusal(rules, COORDINATOR, name(TRAINER), lease(), far_s) == "bad expiry"
+
+
+@pytest.mark.parametrize("lease_s", [6.0, 60.0, LEASE_LIFE_MAX_S])
+def test_a_lease_is_as_long_as_the_manifest_says(rules: DirectoryRules, lease_s: float) -> None:
+    rules.check(MANIFEST, None, manifest(2, coordination=CoordinationSpec(lease_s=lease_s)), NOW_S + 600, NOW_S)
+    assert rules.lease_s == lease_s
+    rules.check(COORDINATOR, name(TRAINER), lease(until_s=NOW_S + lease_s), NOW_S + lease_s, NOW_S)
+    with pytest.raises(PeerFault, match="bad expiry"):
+        rules.check_lease(signed_lease(until_s=NOW_S + lease_s + SKEW_S + 1), NOW_S)
 
 
 # ---------------------------------------------------------------------- never back
@@ -260,7 +369,12 @@ def test_full_size_shard_fits_in_a_message() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_s7_no_bytes_raise_anything_but_peerfault(rules: DirectoryRules, seed: int) -> None:
     rng = random.Random(seed)
-    honest = [(MANIFEST, None, manifest()), (HEAD, name(TRAINER), head(1)), (PEERS, name(PEER), advert())]
+    honest = [
+        (MANIFEST, None, manifest()),
+        (HEAD, name(TRAINER), head(1)),
+        (PEERS, name(PEER), advert()),
+        (COORDINATOR, name(TRAINER), lease()),
+    ]
     refused = 0
     for _ in range(400):
         key, subkey, good = rng.choice(honest)
@@ -277,7 +391,7 @@ def test_s7_no_bytes_raise_anything_but_peerfault(rules: DirectoryRules, seed: i
                 case 3:
                     raw = raw[: at + 1]
         try:
-            rules.check(key, subkey, bytes(raw), NOW_S + 30, NOW_S)
+            rules.check(key, subkey, bytes(raw), NOW_S + 5, NOW_S)
         except PeerFault:
             refused += 1
         else:

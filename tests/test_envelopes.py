@@ -7,7 +7,7 @@ import tracemalloc
 
 import msgspec
 import pytest
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from protocols.envelopes import KINDS, content_hash, seal, unseal
 from protocols.faults import LocalFault, PeerFault
@@ -17,6 +17,8 @@ from protocols.messages import (
     UNARY_BYTES_MAX,
     Announcement,
     CapacityAd,
+    Directive,
+    Lease,
     Receipt,
     RolloutBatch,
     RunEnd,
@@ -35,6 +37,8 @@ MESSAGES: dict[type[Struct], Struct] = {
     CapacityAd: CapacityAd(run=RUN, session=bytes(16), role="inference", issued_ms=1),
     RolloutBatch: RolloutBatch(RUN, (group(),)),
     Receipt: Receipt(RUN, STRANGER_ID, (), 1, 2),
+    Lease: Lease(RUN, 7, "claimed", 3),
+    Directive: Directive(run=RUN, term=7, number=5, mode="async", min_version=3, issued_ms=1),
 }
 
 
@@ -171,6 +175,37 @@ def test_types_are_not_bent_to_fit(field: str, value: object) -> None:
     payload = msgspec.msgpack.encode({**fields_of(announcement(3).message), field: value})
     with pytest.raises(PeerFault, match="malformed envelope"):
         unseal(envelope_of(Announcement, payload), Announcement)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *[(kind, "term", term) for kind in (Lease, Directive) for term in (-1, 2**32, 2**63, 2**64 - 1, 7.0, True)],
+        (Lease, "state", "leading"),
+        (Lease, "until_ms", 2**48),
+        (Lease, "run", "Demo"),
+        (Directive, "mode", "auto"),
+        (Directive, "number", 2**32),
+        (Directive, "min_version", 2**32),
+        (Directive, "issued_ms", -1),
+    ],
+)
+def test_a_lease_and_a_directive_with_impossible_numbers_are_not_even_read(
+    kind: type[Struct], field: str, value: object
+) -> None:
+    payload = msgspec.msgpack.encode({**fields_of(MESSAGES[kind]), field: value})
+    with pytest.raises(PeerFault, match="malformed envelope"):
+        unseal(envelope_of(kind, payload), kind)
+
+
+@pytest.mark.parametrize("kind", [Lease, Directive])
+def test_what_is_beaconed_each_beat_is_small(kind: type[Struct]) -> None:
+    largest = {"run": "r" * 64 + RUN[-17:], "term": 2**32 - 1, "until_ms": 2**48 - 1, "issued_ms": 2**48 - 1}
+    largest |= {"number": 2**32 - 1, "min_version": 2**32 - 1, "mode": "sequential"}
+    message = structs.replace(
+        MESSAGES[kind], **{name: largest[name] for name in fields_of(MESSAGES[kind]) & largest.keys()}
+    )
+    assert len(seal(STRANGER, message).raw) <= KINDS[kind][1] == 512
 
 
 def test_announced_lengths_allocate_nothing() -> None:
