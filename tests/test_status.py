@@ -37,7 +37,7 @@ from protocols.faults import TransportFault
 from protocols.messages import PeerStatus, Refused, Reply, Status, StatusRequest, decode_request, encode
 from swarm.host import Host
 from swarm.node import JoinFault
-from tests.hosts import children, free_port, hosts
+from tests.hosts import children, free_port, hosts, until
 from tests.nodes import nodes
 from tests.processes import wait_until
 from tests.samples import OTHER_RUN, OTHER_TRAINER_ID, OWNER_ID, RUN, STRANGER_ID, TRAINER_ID
@@ -424,9 +424,7 @@ async def test_a_real_node_answers_and_never_counts_the_asker_as_a_peer(folder: 
             await show_status(invite, None, as_json=True, stream=stream)
         assert caught.value.code == "no manifest"
         trainer = await started.trainer(invite.addresses)
-        async with asyncio.timeout(20.0):
-            while TRAINER_ID not in door.node.neighbours:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: TRAINER_ID in door.node.neighbours and door.follower.orders is not None, 30.0)
         await show_status(invite, None, as_json=True, stream=stream)
         fields = json.loads(stream.getvalue())
         assert (fields["run"], fields["max_lag"], fields["unreachable"]) == (RUN, 2, [])
