@@ -3,18 +3,22 @@
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols import coordination
 from protocols.coordination import RATE_MAX, CoordinatorView, _Rates
-from protocols.directory import PEER_LIFE_S, PEER_RENEW_S
+from protocols.directory import LEASE_LIFE_MAX_S, PEER_LIFE_S, PEER_RENEW_S
+from protocols.election import ElectionConfig
+from protocols.envelopes import unseal
+from protocols.faults import PeerFault
 from protocols.manifest import CoordinationSpec, LearningSpec, Manifest
 from protocols.messages import SOURCES_MAX, Heartbeat
 from protocols.modes import DWELL_S, HOLD_S
 from protocols.presence import BEAT_S, SILENT_S
-from tests.samples import OTHER_TRAINER_ID, RUN, TRAINER_ID, manifest
+from tests.samples import OTHER_TRAINER_ID, RUN, STRANGER_ID, TRAINER_ID, envelope_of, manifest
 
 BATCH = 8
 WINDOW = 2 * BATCH  # of a peer that holds the head, at a depth of one step
@@ -51,6 +55,40 @@ def settled(view: CoordinatorView, beats: dict[str, Heartbeat], now_s: float = 0
     for peer_id, said in beats.items():
         view.heard(peer_id, said, now_s)
     return {peer_id: credit(view, peer_id, said, now_s) for peer_id, said in beats.items()}
+
+
+# ---------------------------------------------------------------------- what a manifest may ask for
+
+
+def test_b50_a_lease_under_three_beats_is_refused_and_the_message_says_why() -> None:
+    with pytest.raises(
+        ValueError, match=r"^lease_s = 5.9 is under three beats \(6 s\): two lost beats would end a lease$"
+    ):
+        CoordinationSpec(lease_s=5.9)
+    assert CoordinationSpec(lease_s=3 * BEAT_S).lease_s == 6.0
+    assert ElectionConfig(lease_s=6.0).renew_s * 3 < 6.0, "two lost renewals and a third in time"
+
+
+def test_b50_a_manifest_from_the_network_with_such_a_lease_is_a_peer_fault() -> None:
+    fields = msgspec.to_builtins(manifest())
+    for lease_s in (5.9, -1.0, LEASE_LIFE_MAX_S + 1):
+        fields["coordination"]["lease_s"] = lease_s
+        with pytest.raises(PeerFault, match="malformed envelope"):
+            unseal(envelope_of(Manifest, msgspec.msgpack.encode(fields)), Manifest)
+    fields["coordination"]["lease_s"] = LEASE_LIFE_MAX_S
+    assert unseal(envelope_of(Manifest, msgspec.msgpack.encode(fields)), Manifest).message.coordination.lease_s == 600.0
+
+
+def test_eligible_are_the_trainers_and_whom_the_owner_named() -> None:
+    assert manifest().eligible == {TRAINER_ID, OTHER_TRAINER_ID}
+    assert STRANGER_ID in manifest(coordination=CoordinationSpec(coordinators=(STRANGER_ID,))).eligible
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "publish_every", "depth"), [(0, 1, 0), (1, 1, 1), (20, 1, 1), (4, 3, 3), (2, 3, 2)]
+)
+def test_peers_run_one_version_ahead_within_the_bound(max_lag: int, publish_every: int, depth: int) -> None:
+    assert manifest(max_lag=max_lag, publish_every=publish_every).depth == depth
 
 
 # ---------------------------------------------------------------------- shares of the window

@@ -206,6 +206,19 @@ def test_l1_when_the_leader_dies_the_next_leads_within_two_leases(names: tuple[s
         assert terms == sorted(set(terms)), "each leads in a term of its own"
 
 
+@pytest.mark.parametrize("lease_s", [6.0, 10.0])
+def test_l1_of_many_candidates_half_may_die_with_the_leader(lease_s: float) -> None:
+    # Those that go first in rank may be dead too; their records end a quarter of a lease after the leader's at most.
+    names = tuple(f"candidate {number}" for number in range(24))
+    world = World(names, config=ElectionConfig(lease_s=lease_s))
+    world.run_until(3 * lease_s)
+    (leader,) = world.leaders()
+    for name in {leader, *names[::2]}:
+        world.kill(name)
+    world.run_until(world.now_s + 2 * lease_s)
+    assert len(world.leaders()) == 1
+
+
 def test_two_dead_leaders_in_a_row_cost_two_leases_each_at_most() -> None:
     world = World(NAMES)
     for _ in range(3):
@@ -317,7 +330,7 @@ def test_a_higher_claim_deposes_at_once() -> None:
         if not mine_first:
             assert actions == [StepDown(4, f"term {above.term} is another's"), Put(above.term, False)]
             assert one.leader(1.0) == above
-    assert leading(term=4).handle(Heard((claim("bob", 3), claim("cyd", 5, claimed=False))), 1.0) == []
+    assert leading(term=4).handle(Heard((claim("bob", 3), claim("cyd", 4, claimed=False))), 1.0) == []
 
 
 def test_an_order_of_a_higher_term_heard_once_as_a_claim_is_led_above_within_two_leases() -> None:
