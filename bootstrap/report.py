@@ -11,6 +11,7 @@ of groups, as the trainer counted them at its door and when it consumed them:
 `resumed` groups waited on disk when the trainer started, `queued` ones when it stopped before the run's end.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -99,7 +100,7 @@ def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | 
             "door_max": _max([event.get("lag_door_max") for event in steps]),
             "queue_max": _max([event.get("lag_queue_max") for event in steps]),
         },
-        "coordinator": _coordinator([event for events in peers for event in events]),
+        "coordinator": _coordinator([event for events in peers for event in events], final.get("t", math.inf)),
         "rounds": _rounds([event for event in trainer if event["event"] == "round"]),
         "idle": {"trainer": _share(final.get("wait_s"), final.get("wall_s")), "inference": _idle(inference)},
         "bytes": {key: (final.get("bytes") or {}).get(key) for key in ("adapters", "rollouts", "gossip")},
@@ -138,8 +139,12 @@ def _generated(events: Sequence[Event]) -> int | None:
     return final if final is not None else _last(events, "generated").get("groups")
 
 
-def _coordinator(events: Sequence[Event]) -> dict[str, Any]:
-    """Elections as all peers saw them, and the switches of mode; null when no peer said anything of either."""
+def _coordinator(events: Sequence[Event], ended_s: float) -> dict[str, Any]:
+    """Elections as all peers saw them, and the switches of mode; null when no peer said anything of either.
+
+    A trainer that led and goes at the run's end leaves a vacancy that somebody fills: that is no failover.
+    """
+    events = [event for event in events if event["t"] <= ended_s]
     switches = sorted((event for event in events if event["event"] == "mode"), key=lambda event: event["t"])
     told = [(led, event["t"]) for event in events if (led := led_by(event)) is not None]
     if not told and not switches:

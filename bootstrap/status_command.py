@@ -373,7 +373,9 @@ def _count(count: int | None) -> str:
 
 def _rate(rate: float | None, digits: int) -> str:
     """A number that may be anything, in seven characters."""
-    return "-" if rate is None else f"{rate:.{digits}f}" if 0 <= rate < 10_000 else f"{rate:.0e}"
+    if rate is None:
+        return "-"
+    return f"{rate:.{digits if rate < 100 else 0}f}" if 0 <= rate < 10_000 else f"{rate:.0e}"
 
 
 def _age(seconds: float) -> str:

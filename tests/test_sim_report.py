@@ -419,6 +419,12 @@ def test_one_leader_from_start_to_end_is_one_term_and_no_failover() -> None:
     assert nobody["coordinator"] == {"terms": 0, "failovers": 0, "switches": []}  # told, and nobody led
 
 
+def test_who_leads_after_the_run_has_ended_is_no_failover() -> None:
+    trainer = [leads("A", 1, 1.0), event("final", 9.0), stepped_down("A", 1, 9.5)]
+    report = build_report(ABOUT, [trainer, [leader("B", "A", 1, 1.5), leads("B", 2, 13.0)]], None)
+    assert report["coordinator"] == {"terms": 1, "failovers": 0, "switches": []}
+
+
 def test_two_leaders_of_one_term_are_a_failover_whoever_hears_which_first() -> None:
     peers = [[leads("A", 1, 1.0)], [leads("B", 1, 1.5)], [leader("x", "B", 1, 1.6), leader("x", "A", 1, 2.0)]]
     assert build_report(ABOUT, peers, None)["coordinator"]["failovers"] == 1
