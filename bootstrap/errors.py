@@ -95,6 +95,10 @@ ADVICE = {
         "the network was shut down while something still needed it",
         "start again; if it comes back, report it with the output of --debug",
     ),
+    "trainer gone": Advice(
+        "no trainer of the run has been heard for long",
+        "ask the run's owner whether it goes on, then join again; rollouts that wait for a receipt are kept",
+    ),
     "no source": Advice(
         "no peer that can be reached has the adapter of the newest version",
         "check that the trainer runs, then start again; what was fetched so far is kept",
