@@ -1,7 +1,7 @@
 # make setup   install into .venv              make demo    a whole swarm on this machine, about a minute
 # make test    lint, types, all tests          make bench   figures beside their yardsticks (docs/benchmarks.md)
 # make slow    the long versions of tests      make matrix  install beside other packages (case B110)
-# make clean   remove what the others made
+# make kills   kill the coordinator twenty times    make clean   remove what the others made
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # One thread a process: the peers of a simulation share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint slow bench matrix clean
+.PHONY: setup demo test lint slow bench kills matrix clean
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ slow: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.all
+
+kills: setup
+	$(BIN)/python -m benchmarks.failover
 
 matrix:
 	PYTHON=$(PYTHON) .ci/install-matrix

@@ -91,8 +91,8 @@ def _number(value: float) -> str:
 Measured = tuple[list[Figure], list[str]]
 
 
-def main(name: str, description: str, measure: Callable[[], Measured]) -> None:
-    """The command line of one benchmark: measure, print the table, write `--json FILE`."""
+def main(name: str, description: str, measure: Callable[[], Measured]) -> Result:
+    """The command line of one benchmark: measure, print the table, write `--json FILE`; what was measured."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -109,3 +109,4 @@ def main(name: str, description: str, measure: Callable[[], Measured]) -> None:
     print("\n".join([*table(figures), *(f"- {note}" for note in notes), f"- load before: {load:.2f}; {machine()}"]))
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    return result

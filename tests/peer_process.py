@@ -5,6 +5,9 @@
     after-checkpoint   the checkpoint is whole, the transaction has not begun
     before-ledger      the transaction is committed, the ledger file has not got its entry
     before-announce    everything is on disk, nobody has been told
+--slow SECONDS        (inference) each call of the engine takes that much longer
+
+Signals mean what they mean to `swarm`: the first ends the peer in good order, the second at once.
 """
 
 import argparse
@@ -16,13 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvloop
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from bootstrap.main import _run_to_end
 from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import public_bytes, run_id_of
-from protocols.manifest import EnvironmentSpec, LearningSpec, Manifest, ModelSpec
+from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, Manifest, ModelSpec
 from protocols.messages import Sampling
 from swarm.identity import load_identity
 
@@ -32,6 +36,8 @@ RUN = run_id_of("test", public_bytes(OWNER))
 
 def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[bytes, int], Sealed[Manifest]]:
     trainer, _ = load_identity(folder / "trainer" / "peer.key")
+    coordinators = [load_identity(folder / name / "peer.key")[0].peer_id for name in arguments.coordinator]
+    coordination = CoordinationSpec(mode=arguments.mode, lease_s=arguments.lease, coordinators=tuple(coordinators))
 
     def make(digest: bytes, revision: int) -> Sealed[Manifest]:
         manifest = Manifest(
@@ -46,7 +52,8 @@ def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[byte
                 prompt="{expression}=", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
             ),
             sampling=Sampling(group_size=4),
-            learning=LearningSpec(batch_groups=arguments.batch),
+            learning=LearningSpec(batch_groups=arguments.batch, learning_rate=arguments.learning_rate),
+            coordination=coordination,
         )
         return seal(OWNER, manifest)
 
@@ -102,6 +109,18 @@ def install_crash(point: str, step: int) -> None:
             raise SystemExit(f"unknown crash point {point}")
 
 
+def install_slowness(seconds: float) -> None:
+    from peers.engines.transformers_engine import TransformersEngine
+
+    real = TransformersEngine.generate
+
+    def generate(self: TransformersEngine, prompts: Any, sampling: Sampling, seed: int) -> Any:
+        time.sleep(seconds)
+        return real(self, prompts, sampling, seed)
+
+    TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
 async def run(arguments: argparse.Namespace, folder: Path) -> None:
     listen = (f"/ip4/127.0.0.1/tcp/{arguments.port}",)
     bootstrap = tuple(arguments.bootstrap)
@@ -113,7 +132,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         case "bootstrap":
             from bootstrap.bootstrap_peer import BootstrapOptions, run_bootstrap
 
-            await run_bootstrap(BootstrapOptions(home=folder / "bootstrap", runs=(RUN,), listen=listen), ready)
+            home = folder / (arguments.home or "bootstrap")
+            await run_bootstrap(BootstrapOptions(home=home, runs=(RUN,), bootstrap=bootstrap, listen=listen), ready)
         case "trainer":
             from peers.trainer import TrainerOptions, run_trainer
 
@@ -130,8 +150,13 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         case name:
             from peers.inference import InferenceOptions, run_inference
 
+            if arguments.slow:
+                install_slowness(arguments.slow)
             home = folder / (arguments.home or name)
-            await run_inference(InferenceOptions(home=home, run=RUN, bootstrap=bootstrap, listen=listen), ready)
+            peer = InferenceOptions(
+                home=home, run=RUN, bootstrap=bootstrap, listen=listen, patience_s=arguments.patience
+            )
+            await run_inference(peer, ready)
 
 
 def main() -> int:
@@ -143,6 +168,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--max-lag", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--mode", default="async")
+    parser.add_argument("--lease", type=float, default=10.0)
+    parser.add_argument("--coordinator", action="append", default=[], metavar="HOME")
+    parser.add_argument("--patience", type=float, default=600.0)
+    parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--home")
     parser.add_argument("--crash")
     arguments = parser.parse_args()
@@ -150,7 +181,9 @@ def main() -> int:
         point, step = arguments.crash.split(":")
         install_crash(point, int(step))
     try:
-        uvloop.run(run(arguments, arguments.folder))
+        _run_to_end(lambda: run(arguments, arguments.folder))
+    except typer.Exit as ended:
+        return ended.exit_code
     except (TransportFault, PeerFault, ValueError) as error:
         print(f"error {getattr(error, 'code', 'configuration')} {error}", flush=True)
         return 1 if isinstance(error, TransportFault | PeerFault) else 2
