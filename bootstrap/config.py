@@ -221,6 +221,10 @@ COMMENTS = {
         "In sequential mode: a peer whose version is more steps behind than this fetches the newest first; "
         "at most max_lag."
     ),
+    "coordination.depth": (
+        "In asynchronous mode: versions that peers may generate ahead of the trainer. 1 keeps everybody busy; more "
+        "only makes rollouts older, unless steps or peers are very uneven."
+    ),
     "coordination.stale": (
         "Rollouts over max_lag are dropped in any case. `drop`: those within it count in full; "
         "`downweight`: 1 / (1 + lag) each."

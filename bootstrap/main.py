@@ -378,6 +378,7 @@ def sim(  # noqa: PLR0913
     refresh_gap: Annotated[
         int, typer.Option("--refresh-gap", min=0, help="Steps that a peer may be behind in sequential mode.")
     ] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=24, help="Versions that peers generate ahead in async mode.")] = 1,
     stale: Annotated[str, typer.Option(help="Older rollouts within the bound: drop or downweight.")] = "drop",
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
@@ -417,7 +418,7 @@ def sim(  # noqa: PLR0913
         max_steps=steps,
         model=ModelSection(name=model),
         environment=environment_spec(environment),
-        coordination=CoordinationSpec(mode=mode, refresh_gap=refresh_gap, stale=stale),
+        coordination=CoordinationSpec(mode=mode, refresh_gap=refresh_gap, depth=depth, stale=stale),
     )
     with ExitStack() as stack:
         root = _sim_home(common.home, keep, stack)

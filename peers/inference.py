@@ -50,7 +50,7 @@ from protocols.messages import (
     RoundCall,
     RoundReply,
 )
-from protocols.presence import BEAT_S
+from protocols.presence import BEAT_S, SILENT_S
 from protocols.rollouts import pack_floats, pack_ids
 from protocols.staleness import lag, room
 from swarm.node import Node, NodeConfig, now_ms, running
@@ -143,6 +143,7 @@ class InferencePeer:
         self._offered: tuple[Loaded, Adapter] | None = None
         self._next_counter = 0
         self._call_groups = 1
+        self._call_s = 0.0
         self._to_push = asyncio.Event()
         self._waking: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -303,6 +304,7 @@ class InferencePeer:
             return None
         elapsed_s = time.monotonic() - started_s
         self.busy_s += elapsed_s
+        self._call_s = elapsed_s
         self._adapt(elapsed_s, len(groups), self.generated["tokens"] - tokens)
         return groups
 
@@ -332,13 +334,18 @@ class InferencePeer:
             return 0
         called = self.work.left(loaded.version, chain.version)
         heartbeats = self.follower.heartbeats
-        if called > 0 or (orders.mode == "sequential" and not heartbeats.starving):
+        if called > 0 or (orders.mode == "sequential" and not self._starving):
             return called
-        if orders.alone(time.monotonic()) or heartbeats.credit is None or heartbeats.starving:
+        if orders.alone(time.monotonic()) or heartbeats.credit is None or self._starving:
             return self._own_room(loaded)
         if lag(self._steps(), loaded.version) > self.follower.manifest.depth:
             return 0
         return heartbeats.credit - self.started
+
+    @property
+    def _starving(self) -> bool:
+        """The trainer waits, and for longer than generation takes: whoever restrains us is wrong (DESIGN section 9)."""
+        return self.follower.heartbeats.starved_s >= max(SILENT_S, 2 * self._call_s)
 
     def _steps(self) -> int:
         """Optimizer steps done, as far as we know."""

@@ -166,7 +166,7 @@ class Trainer:
         self.follower.progress = lambda: (ingest.steps_done, intake.queued)
         self.follower.wanted = self._wanted
         self.follower.next_counter_of = intake.next_counter
-        ingest.on_accepted = self.rounds.delivered
+        ingest.on_accepted = self._accepted
         self.follower.heartbeats.beat = self._beat
         self.follower.neighbourhood.capacity = self._capacity
         node.on_push = ingest.push
@@ -398,6 +398,11 @@ class Trainer:
             self.waits = True
             self.rounds.drop()
             self.follower.heartbeats.hurry()
+
+    def _accepted(self, producer: str, groups: Sequence[Queued]) -> None:
+        """Groups are in the queue: news for the open round, and for the coordinator that counts what waits."""
+        self.rounds.delivered(producer, groups)
+        self.follower.heartbeats.hurry()
 
     def _wanted(self) -> int | None:
         """Groups that we wait for, because peers generate on their own."""

@@ -71,6 +71,8 @@ class CoordinatorView:
         self._holders: dict[str, None] = {}
         """Peers that hold the head, heard last at the end."""
         self._outstanding = 0
+        self._delivered = 0
+        """Groups that peers have delivered since the trainer last spoke: its queue as it said it lacks them."""
         self._rates = _Rates()
         self._choice = ModeChoice(mode, now_s)
 
@@ -100,10 +102,11 @@ class CoordinatorView:
         peer = _Peer(beat, now_s, beat.started, None)
         if peer_id in self.manifest.trainers:
             self.step = max(self.step, beat.step or 0)
-            if beat.wanted:
-                peer.waits_since_s = now_s if last is None or last.waits_since_s is None else last.waits_since_s
+            self._delivered = 0
+            peer.waits_since_s = _waits_since_s(beat, last, now_s)
         if beat.role == "inference":
             self._rates.add(beat.groups_per_s)
+            self._delivered += _delivered(beat, last)
             peer.limit += self._credit(peer, now_s)
         self._outstanding += peer.outstanding
         self._peers[peer_id] = peer
@@ -161,7 +164,7 @@ class CoordinatorView:
 
     def _queued(self) -> int:
         """Groups that wait at the trainers; those of steps that were announced after one spoke are consumed."""
-        queued = 0
+        queued = self._delivered
         for trainer in self._trainers():
             beat = trainer.beat
             if beat.queued is not None and beat.step is not None:
@@ -184,6 +187,22 @@ class CoordinatorView:
                 self._rates.remove(peer.beat.groups_per_s)
             self._holders.pop(peer_id, None)
         return peer
+
+
+def _waits_since_s(beat: Heartbeat, last: _Peer | None, now_s: float) -> float | None:
+    """Since when a trainer has waited for the batch of one step."""
+    if not beat.wanted:
+        return None
+    if last is None or last.waits_since_s is None or last.beat.step != beat.step:
+        return now_s
+    return last.waits_since_s
+
+
+def _delivered(beat: Heartbeat, last: _Peer | None) -> int:
+    """Groups that the trainer has accepted from a peer since its last beat; no more than it had to deliver then."""
+    if last is None or last.beat.session != beat.session or beat.accepted is None or last.beat.accepted is None:
+        return 0
+    return max(0, min(beat.accepted - last.beat.accepted, last.outstanding))
 
 
 class _Rates:

@@ -19,9 +19,9 @@ from protocols.messages import GroupReceipt, Outcome, Receipt, RolloutGroup
 from protocols.rollouts import group_digest
 from protocols.staleness import lag, within_bound
 
-# Groups a trainer holds before it turns pushes away: eight batches. At pipeline depth 1 honest producers
-# stay under two, so whoever meets this limit is flooding.
-QUEUE_BATCHES_MAX = 8
+# Groups a trainer holds before it turns pushes away. At pipeline depth 1 honest producers stay under two batches, at
+# the deepest (24) under 25, which one of them alone may fill: half of the limit. Beyond that somebody is flooding.
+QUEUE_BATCHES_MAX = 64
 # Producers that are told later what became of accepted groups, and outcomes kept for each until its next receipt. A
 # courtesy: the oldest go first. A thousand peers, and as many as a push holds: a receipt at most doubles, to about
 # 100 KB; all of them, if nobody ever came back for his, are some 50 MB.
@@ -34,8 +34,8 @@ INVALID_MAX = 16
 BLAMED_MAX = 65_536
 # Groups a producer keeps unacknowledged before it stops generating: enough for a minute without a trainer.
 OUTBOX_GROUPS_MAX = 1024
-# Accepted groups of which a producer still believes that they are revised: a full queue of batches of 1024 groups.
-REVISABLE_MAX = QUEUE_BATCHES_MAX * 1024
+# Accepted groups of which a producer still believes that they are revised: eight batches of 1024 groups.
+REVISABLE_MAX = 8 * 1024
 PUSH_GROUPS_MAX = 256
 
 

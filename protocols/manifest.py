@@ -82,6 +82,8 @@ class CoordinationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`async`: peers generate on credits; `sequential`: when the trainer calls; `auto`: the coordinator picks."""
     refresh_gap: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Sequential mode: a peer whose version is further behind than this fetches before it generates."""
+    depth: Annotated[int, Meta(ge=1, le=24)] = 1
+    """Asynchronous: how many versions ahead of the trainer peers may generate; at most what max_lag allows."""
     stale: Literal["drop", "downweight"] = "drop"
     """What is over the bound is always dropped. `downweight`: what is within it counts less the older it is."""
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0)] = 10.0
@@ -147,6 +149,6 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
 
     @property
     def depth(self) -> int:
-        """How many steps ahead of the trainer peers may generate: one version, so that the pipeline does not sit at
+        """Optimizer steps that peers may generate ahead: one version by default, so that the pipeline does not sit at
         the bound (docs/design.md, section 9)."""
-        return min(self.max_lag, self.publish_every)
+        return min(self.max_lag, self.coordination.depth * self.publish_every)

@@ -19,7 +19,7 @@ from protocols.envelopes import unseal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import short
 from protocols.messages import Directive, Heartbeat, HeartbeatReply
-from protocols.presence import BEAT_S, SILENT_S
+from protocols.presence import BEAT_S
 
 if TYPE_CHECKING:
     from swarm.follower import Follower
@@ -182,7 +182,7 @@ class Heartbeats:
             self.next_counter = max(self.next_counter, reply.next_counter)
         if not reply.wanted:
             self.wanted_since_s = None
-        elif self.wanted_since_s is None:
+        elif self.wanted_since_s is None or reply.step != self.trainer_step:
             self.wanted_since_s = self.trainer_heard_s
         if reply.step is not None:
             await self.trainer_said(reply.step, reply.queued)
@@ -194,9 +194,9 @@ class Heartbeats:
             await self.follower.notify()
 
     @property
-    def starving(self) -> bool:
-        """The trainer has waited for rollouts for three beats: whoever restrains us is wrong (DESIGN section 9)."""
-        return self.wanted_since_s is not None and time.monotonic() - self.wanted_since_s >= SILENT_S
+    def starved_s(self) -> float:
+        """For how long the trainer has waited for the batch of one step, as far as we know."""
+        return 0.0 if self.wanted_since_s is None else time.monotonic() - self.wanted_since_s
 
     async def _obey(self, peer_id: str, reply: HeartbeatReply) -> None:
         """What the answer says of the coordinator, whoever answers; and its credit, if it is the coordinator's."""

@@ -291,7 +291,8 @@ def test_many_producers_have_at_least_a_batch_each() -> None:
 
 def test_who_holds_what_is_known_again_after_a_restart() -> None:
     intake = new_intake(batch_groups=1)
-    intake.restore([Queued(bytes([number]) * 32, PEER, number, 0) for number in range(4)], [])
+    half = QUEUE_BATCHES_MAX // 2
+    intake.restore([Queued(bytes([number]) * 32, PEER, number, 0) for number in range(half)], [])
     with pytest.raises(PeerFault, match="queue share"):
         intake.admit(PEER, 1)
     assert intake.admit("another", 8) == 2
