@@ -40,6 +40,7 @@ PATIENCE_S = 2.0  # for other addresses, once one has answered; and for a coordi
 _ROLES = ("bootstrap", "trainer", "inference")  # as they stand in the table
 _WIDE = 120  # columns of a terminal from which on engine and device fit
 _LABEL_CHARS_MAX = 19  # of an engine or a device in the table, so that both do
+_TABLE_LINES = 5  # around its rows: two of headings, a rule, "and 7 more peers", an empty one
 _PIPE_WIDTH = 200  # where there is no terminal: more than any table needs
 
 
@@ -78,7 +79,8 @@ class Asker:
     """Asks all addresses of an invitation at once, again and again. Made by `asking`."""
 
     def __init__(self, host: Host, invite: Invite) -> None:
-        self._host, self._invite = host, invite
+        self._host, self._run = host, invite.run
+        self._addresses = tuple(dict.fromkeys(invite.addresses))
         self._request = encode(StatusRequest(invite.run))
         self._tasks: dict[str, asyncio.Task[Answer | TransportFault]] = {}
         self._unreachable: dict[str, Unreachable] = {}
@@ -86,7 +88,7 @@ class Asker:
 
     async def look(self) -> Look:
         """Ask. Raises TransportFault when our own p2pd has died; that others cannot be reached is in the Look."""
-        for address in self._invite.addresses:
+        for address in self._addresses:
             if address not in self._tasks:
                 self._tasks[address] = asyncio.create_task(self._ask_at(address))
         await self._wait()
@@ -98,8 +100,8 @@ class Asker:
         at_s = time.time()
         if best is not None:
             self._last_answer_s = at_s
-        unreachable = tuple(self._unreachable[each] for each in self._invite.addresses if each in self._unreachable)
-        return Look(self._invite.run, at_s, best, unreachable, self._last_answer_s)
+        unreachable = tuple(self._unreachable[each] for each in self._addresses if each in self._unreachable)
+        return Look(self._run, at_s, best, unreachable, self._last_answer_s)
 
     async def close(self) -> None:
         """Stop asking."""
@@ -120,16 +122,17 @@ class Asker:
     def _collect(self, now_s: float) -> list[Answer]:
         """The answers that are there; who gave none is unreachable from now on, or still."""
         answers = []
-        for address in self._invite.addresses:
-            if address in self._tasks and self._tasks[address].done():
+        for address in self._addresses:
+            known = self._unreachable.get(address)
+            result: Answer | TransportFault
+            if self._tasks[address].done():
                 result = self._tasks.pop(address).result()
             else:
-                result = TransportFault("timeout", "no answer yet")
+                result = known.fault if known else TransportFault("timeout", "no answer yet")
             if isinstance(result, Answer):
                 self._unreachable.pop(address, None)
                 answers.append(result)
             else:
-                known = self._unreachable.get(address)
                 self._unreachable[address] = Unreachable(address, result, known.since_s if known else now_s)
         return answers
 
@@ -154,7 +157,7 @@ class Asker:
         except PeerFault as fault:
             return TransportFault("protocol mismatch", f"{short(peer_id)} answers: {fault}")
         match reply:
-            case Status() if reply.run == self._invite.run:
+            case Status() if reply.run == self._run:
                 return Answer(peer_id, reply)
             case Refused("unknown run"):
                 return TransportFault("unknown run", f"says {short(peer_id)}")
@@ -247,32 +250,23 @@ def _lag(status: Status, peer: PeerStatus) -> int | None:
 @contextmanager
 def _screen(as_json: bool, watching: bool, stream: TextIO) -> Iterator[Callable[[Look], None]]:
     """Where looks are shown: JSON lines, one picture that changes, or blocks of text."""
+    if as_json:
+        yield lambda look: print(msgspec.json.encode(status_fields(look)).decode(), file=stream, flush=True)
+        return
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH)
-    if as_json:
-
-        def show(look: Look) -> None:
-            stream.write(msgspec.json.encode(status_fields(look)).decode() + "\n")
-            stream.flush()
-
-        yield show
-    elif watching and stream.isatty():
+    if watching and stream.isatty():
         with Live(Text("asking ..."), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-            yield lambda look: live.update(render(look, console.width, watching), refresh=True)
+            yield lambda look: live.update(render(look, console.width, watching, console.height), refresh=True)
     else:
-
-        def show(look: Look) -> None:
-            console.print(render(look, console.width, watching))
-            stream.flush()
-
-        yield show
+        yield lambda look: console.print(render(look, console.width, watching))
 
 
-def render(look: Look, width: int, watching: bool = False) -> "RenderableType":
-    """The picture of a look."""
+def render(look: Look, width: int, watching: bool = False, height: int | None = None) -> "RenderableType":
+    """The picture of a look; with a height, of as many peers as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -283,9 +277,12 @@ def render(look: Look, width: int, watching: bool = False) -> "RenderableType":
         reason = f"{each.fault.code}: {advice.text}" if advice else each.fault.code
         lines.append(Text(f"bootstrap unreachable{since}: {each.address}: {reason}", style="yellow"))
     if look.answer is not None:
-        lines.append(_peer_table(look.answer.status, width) if look.answer.status.peers else Text("no peers"))
-        if look.answer.status.left_out:
-            lines.append(Text(f"and {look.answer.status.left_out} more peers"))
+        status = look.answer.status
+        peers = sorted(status.peers, key=lambda peer: (_ROLES.index(peer.role), peer.peer_id))
+        fitting = peers if height is None else peers[: max(1, height - len(lines) - _TABLE_LINES)]
+        lines.append(_peer_table(status, fitting, width) if fitting else Text("no peers"))
+        if left_out := status.left_out + len(peers) - len(fitting):
+            lines.append(Text(f"and {left_out} more peers"))
     return Group(*lines, *([Text()] if watching else []))
 
 
@@ -343,7 +340,7 @@ _COLUMNS = (
 )
 
 
-def _peer_table(status: Status, width: int) -> "RenderableType":
+def _peer_table(status: Status, peers: Iterable[PeerStatus], width: int) -> "RenderableType":
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -353,7 +350,7 @@ def _peer_table(status: Status, width: int) -> "RenderableType":
     for column in columns:
         justify = "right" if column.right else "left"
         table.add_column(column.heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    for peer in sorted(status.peers, key=lambda peer: (_ROLES.index(peer.role), peer.peer_id)):
+    for peer in peers:
         style = "yellow" if peer.silent_s >= SILENT_S else ""
         table.add_row(*(Text(column.cell(status, peer)) for column in columns), style=style)
     return table

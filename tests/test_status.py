@@ -34,6 +34,7 @@ from bootstrap.status_command import (
     status_fields,
 )
 from protocols.faults import TransportFault
+from protocols.identity import peer_id_of
 from protocols.messages import PeerStatus, Refused, Reply, Status, StatusRequest, decode_request, encode
 from swarm.host import Host
 from swarm.node import JoinFault
@@ -167,6 +168,18 @@ def test_a_narrow_terminal_keeps_what_matters() -> None:
         assert "…" not in text
         assert ("transformers" in text) is engine
         assert rows(text)[0][-8:] == ["1e+04", "12.50", "0", "0", "-", "-/-", "0", "s"]
+
+
+def test_a_picture_holds_as_many_peers_as_the_terminal_has_lines_for() -> None:
+    peers = tuple(peer(peer_id_of(bytes([number]) * 32)) for number in range(40))
+    for height in (24, 50):
+        console = Console(file=io.StringIO(), width=120)
+        console.print(render(look(status(peers=peers, left_out=5), REFUSED), 120, True, height))
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) == height
+        assert f"and {45 - (height - 10)} more peers" in lines
+    assert len(rows(shown(look(status(peers=peers))))) == 40
 
 
 hostile_text = st.text(max_size=128) | st.sampled_from(
@@ -359,7 +372,7 @@ async def test_a_silent_or_dead_address_holds_nobody_up_and_is_named(
     monkeypatch.setattr(status_command, "PATIENCE_S", 0.2)
     async with answering(folder, status(), None) as ((door, silent), (_, at_silent)):
         dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{STRANGER_ID}"
-        async with asker_of(dead, silent.addresses[0], door.addresses[0]) as asker:
+        async with asker_of(dead, silent.addresses[0], door.addresses[0], dead) as asker:
             began_s = time.monotonic()
             first = await asker.look()
             second = await asker.look()
