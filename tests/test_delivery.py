@@ -295,7 +295,7 @@ def test_who_holds_what_is_known_again_after_a_restart() -> None:
     intake.restore([Queued(bytes([number]) * 32, PEER, number, 0) for number in range(half)], [])
     with pytest.raises(PeerFault, match="queue share"):
         intake.admit(PEER, 1)
-    assert intake.admit("another", 8) == 2
+    assert intake.admit("another", QUEUE_BATCHES_MAX) == QUEUE_BATCHES_MAX // 3
 
 
 # -- what is told later
