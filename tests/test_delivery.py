@@ -190,7 +190,8 @@ def test_a_lowered_bound_shortens_no_memory() -> None:
     intake.settle("trained")
     intake.forget(1)
     intake.limit(2)
-    assert offer(intake, 0, version=0, steps=1).outcome == "duplicate"
+    again = offer(intake, 0, version=0, steps=1)
+    assert (again.outcome, again.reason) == ("duplicate", ""), "known by its digest, not only by its counter"
 
 
 def test_b39_lag_in_flight_and_lag_in_the_queue_add_up() -> None:
@@ -322,13 +323,14 @@ def test_gate_3_tells_too() -> None:
 
 def test_what_is_to_be_told_later_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "LATER_PRODUCERS_MAX", 3)
+    monkeypatch.setattr(delivery, "LATER_OUTCOMES_MAX", 4)
     intake = new_intake(max_lag=0)
-    for number in range(5):
-        for counter in range(LATER_OUTCOMES_MAX + number):
-            offer(intake, counter, producer=f"peer {number}")
+    for number, producer in enumerate(("a", "b", "c", "a", "d", "e")):
+        for counter in range(10 * number, 10 * number + 3):
+            offer(intake, counter, producer=producer)
         intake.sweep(1)
-    assert [len(intake.later(f"peer {number}")) for number in range(3)] == [0, 0, LATER_OUTCOMES_MAX]
-    assert [each.counter for each in intake.later("peer 4")] == list(range(4, LATER_OUTCOMES_MAX + 4))
+    told = {producer: [each.counter for each in intake.later(producer)] for producer in "abcde"}
+    assert told == {"a": [2, 30, 31, 32], "b": [], "c": [], "d": [40, 41, 42], "e": [50, 51, 52]}
 
 
 def test_the_largest_receipt_is_far_under_its_limit() -> None:

@@ -522,6 +522,7 @@ async def test_b39_a_group_that_waits_too_long_is_stale_and_its_producer_hears_w
     assert producer.peer.outbox.receipted(receipt) == []
     assert producer.peer.outbox.counts == Counter(stale=1)
     assert await door.states() == {"queued": 3, "stale": 1}
+    assert [each.arrived_step for each in await door.store.groups("queued")] == [4, 5, 5]
     assert door.intake.counts["stale_in_queue"] == 1
 
 
