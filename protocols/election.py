@@ -68,6 +68,18 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Obeyed:
+    """Somebody stands at a directive of this term and candidate, and hears no more from it: who leads must lead above.
+
+    Claims are gone with their lease, but fences stay. A leader that knows of none of them (it was elected in the other
+    half of a partition, or has lost its memory) would not be obeyed by those who stand above it.
+    """
+
+    term: int
+    candidate: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadBack:
     """The read that a `Read` action asked for: all claims that the DHT holds now, ours among them if it is there."""
 
@@ -114,7 +126,7 @@ class StepDown:
     reason: str
 
 
-Event = Heard | ReadBack | Stored | Tick
+Event = Heard | Obeyed | ReadBack | Stored | Tick
 Action = Put | Read | Lead | StepDown
 
 
@@ -209,6 +221,8 @@ class Election:
         match event:
             case Heard(claims):
                 self._hear(claims, now_s)
+            case Obeyed(term, candidate):
+                self._pass(term, candidate)
             case ReadBack(claims):
                 self._hear(claims, now_s)
                 actions += self._read_back(claims, now_s)
@@ -246,6 +260,8 @@ class Election:
         match self.phase:
             case Phase.LEADING if other is not None and self._outranked(other):
                 actions += [*self._step_down(f"term {other.term} is another's"), *self._put(False, now_s)]
+            case Phase.LEADING if self.term > self._my_term and self._put_sent_s is None:
+                actions += [*self._step_down(f"term {self.term} is known"), *self._claim(now_s)]
             case Phase.CLAIMING if other is not None and self._outranked(other):
                 self._back_to_standby(now_s)
                 actions += self._put(False, now_s)
@@ -266,9 +282,19 @@ class Election:
             self._vacant_since_s = max(now_s, self._quiet_until_s)
         if now_s < self._claim_at_s() or self._put_sent_s is not None:
             return []
+        return self._claim(now_s)
+
+    def _claim(self, now_s: float) -> list[Action]:
+        """Claim the next term. Only when no store is on its way: `Stored` must be the claim's."""
         self._my_term = self.term + 1
         self.phase, self._settled_s = Phase.CLAIMING, None
         return self._put(True, now_s)
+
+    def _pass(self, term: int, candidate: str) -> None:
+        """Whoever stands at (term, candidate) must be able to obey us, if we lead."""
+        leads_there = self.phase is Phase.LEADING and term == self._my_term and candidate != self.me
+        above = leads_there and precedes(self.run, (term, candidate), (term, self.me))
+        self.term = max(self.term, term + 1 if above else term)
 
     def _stored(self, ok: bool, now_s: float) -> list[Action]:
         sent_s, self._put_sent_s = self._put_sent_s, None
@@ -286,13 +312,19 @@ class Election:
         return []
 
     def _read_back(self, claims: tuple[Claim, ...], now_s: float) -> list[Action]:
-        """Lead if our claim is there, and is the highest that is."""
+        """Lead if our claim is there, and is the highest that is.
+
+        A rival of the same term that ranks below us may have read back before our claim was there, and lead: one term
+        has one leader, so we go above it.
+        """
         if self.phase is not Phase.CLAIMING or self._put_sent_s is not None or self._settled_s is not None:
             return []  # the answer for a claim that was given up
-        mine = any(claim.candidate == self.me and claim.claimed and claim.term == self._my_term for claim in claims)
+        claimants = {claim.candidate for claim in claims if claim.claimed and claim.term == self._my_term}
         leader = self.leader(now_s)
         highest = leader is not None and leader.candidate == self.me and self._my_term >= self.term
-        if mine and highest and now_s < self._lease_end_s:
+        if self.me in claimants and highest and now_s < self._lease_end_s:
+            if len(claimants) > 1:
+                return self._claim(now_s)
             self.phase = Phase.LEADING
             self._put_at_s = now_s
             return [Lead(self._my_term)]

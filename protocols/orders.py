@@ -71,11 +71,7 @@ class Orders:
         `now_s` is a steady clock, `wall_s` seconds since 1970. Raises PeerFault for one that nobody may send.
         """
         said = sealed.message
-        if said.run != self.manifest.run:
-            raise PeerFault("foreign run", said.run)
-        if sealed.sender not in self.manifest.eligible:
-            raise PeerFault("not eligible", sealed.sender)
-        check_term(said.term, wall_s + SKEW_S)
+        self.check(sealed, wall_s)
         if abs(said.issued_ms / 1000 - wall_s) > DIRECTIVE_LIFE_S + SKEW_S:
             raise PeerFault("old directive", f"{wall_s - said.issued_ms / 1000:.0f} s")
         if not self._is_above(sealed):
@@ -88,6 +84,15 @@ class Orders:
         self.min_version = max(self.min_version, said.min_version)
         self._change_mode(said.mode, now_s)
         return True
+
+    def check(self, sealed: Sealed[Directive], wall_s: float) -> None:
+        """Raises PeerFault unless its sender may order in such a term, now or earlier."""
+        said = sealed.message
+        if said.run != self.manifest.run:
+            raise PeerFault("foreign run", said.run)
+        if sealed.sender not in self.manifest.eligible:
+            raise PeerFault("not eligible", sealed.sender)
+        check_term(said.term, wall_s + SKEW_S)
 
     def floor(self, head: int) -> int:
         """The minimum version as far as it can be obeyed: no order reaches over the verified head."""
