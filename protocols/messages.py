@@ -274,6 +274,9 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The trainer's: seconds of a step, without waiting for rollouts."""
     wanted: Count | None = None
     """The trainer's: groups that it waits for right now, because peers generate on their own."""
+    directive: Annotated[bytes, Meta(max_length=1024)] | None = None
+    """The last one obeyed, in its envelope, once no coordinator has been heard for three beats: whoever leads must do
+    so in a higher term, or this peer will not obey."""
     leaving: bool = False
     """The peer's last beat: it goes now."""
 
