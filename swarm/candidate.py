@@ -20,6 +20,7 @@ from protocols.election import (
     Event,
     Heard,
     Lead,
+    Obeyed,
     Put,
     Read,
     ReadBack,
@@ -29,7 +30,7 @@ from protocols.election import (
 )
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault, TransportFault
-from protocols.messages import Lease
+from protocols.messages import Directive, Lease
 
 if TYPE_CHECKING:
     from swarm.follower import Follower
@@ -73,6 +74,18 @@ class Candidate:
         """A lease came by gossip. Raises PeerFault if it may not be believed."""
         self.follower.rules.check_lease(sealed, time.time())
         self._post(Heard((Claim.of(sealed.sender, sealed.message),)))
+
+    def obeyed(self, raw: bytes) -> None:
+        """A peer that nobody leads stands at this directive, in a heartbeat. The beat counts even if this does not."""
+        if self.election is None or self.follower.orders is None:
+            return
+        try:
+            sealed = unseal(raw, Directive)
+            self.follower.orders.check(sealed, time.time())
+        except PeerFault as fault:  # it may not have the newest manifest
+            self.follower.refusals[fault.reason] += 1
+            return
+        self._post(Obeyed(sealed.message.term, sealed.sender))
 
     async def run(self) -> None:
         """Take part for as long as the manifest makes us eligible."""
@@ -137,7 +150,7 @@ class Candidate:
         self.on_change()
 
     def _post(self, event: Event) -> None:
-        if self._events.qsize() >= INBOX_MAX and isinstance(event, Heard):
+        if self._events.qsize() >= INBOX_MAX and isinstance(event, Heard | Obeyed):
             self.follower.refusals["inbox full"] += 1  # claims are repeated; answers to our actions are not
             return
         self._events.put_nowait(event)

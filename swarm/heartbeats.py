@@ -125,7 +125,7 @@ class Heartbeats:
                 peer_id = self.node.bootstraps.get(target) if is_bootstrap else target
                 if peer_id is None or target in self._unreachable:
                     peer_id = await self._reconnect(target)
-                reply = await self.node.ask(peer_id, self.beat(), BEAT_S)
+                reply = await self.node.ask(peer_id, self._beat_now(), BEAT_S)
                 if not isinstance(reply, HeartbeatReply):
                     raise PeerFault("unexpected reply", type(reply).__name__)
             except PeerFault as fault:
@@ -143,6 +143,13 @@ class Heartbeats:
         else:
             self._refusing.pop(target, None)
             await self._on_reply(peer_id, reply)
+
+    def _beat_now(self) -> Heartbeat:
+        """What we say; and, when nobody leads us, whom we obeyed last: who wants to lead us must do so above that."""
+        orders = self.follower.orders
+        if orders is None or orders.newest is None or not orders.alone(time.monotonic()):
+            return self.beat()
+        return msgspec.structs.replace(self.beat(), directive=orders.newest.raw)
 
     def _refused_by(self, target: str, fault: TransportFault) -> None:
         """One bootstrap peer alone may be wrong, or hostile: we go only when everybody who answers refuses us."""

@@ -270,6 +270,8 @@ class Node:
         elif verdict == "ok":
             self.neighbours[peer_id] = Neighbour(beat, time.monotonic())
             follower.neighbourhood.heard_of(peer_id, beat.version)
+        if verdict == "ok" and beat.directive is not None:
+            follower.candidate.obeyed(beat.directive)
         step, queued = follower.progress()
         grant = follower.grant(peer_id, beat) if verdict == "ok" else None
         orders = follower.orders
