@@ -338,8 +338,10 @@ class Trainer:
             logprob_gap=report.abs_logprob_gap_mean,
             lag_max=max(lags),
             lag_mean=sum(lags) / len(lags),
-            lag_door_max=max(group.arrived_step - group.oldest_version for group in batch),
-            lag_queue_max=max(steps_before - group.arrived_step for group in batch),
+            lag_door_max=max((lag for each in batch if (lag := each.lag_in_flight) is not None), default=None),
+            lag_queue_max=max(
+                (lag for each in batch if (lag := each.lag_in_queue(steps_before)) is not None), default=None
+            ),
             mode=self.mode,
             groups=len(batch),
             queued=self.parts.intake.queued,

@@ -20,6 +20,8 @@ from protocols.modes import Measured, ModeChoice, Switch, median
 from protocols.presence import IDENTITIES_MAX, SILENT_S
 from protocols.staleness import room
 
+# A trainer that spoke so shortly before has counted what a peer has delivered: it is the coordinator, mostly.
+SAME_MOMENT_S = 0.05
 RATE_MAX = 1e6  # groups a second that a peer may claim; a lie costs the others at most their share of one window
 
 
@@ -73,6 +75,7 @@ class CoordinatorView:
         self._outstanding = 0
         self._delivered = 0
         """Groups that peers have delivered since the trainer last spoke: its queue as it said it lacks them."""
+        self._trainer_heard_s = -math.inf
         self._rates = _Rates()
         self._choice = ModeChoice(mode, now_s)
 
@@ -102,11 +105,12 @@ class CoordinatorView:
         peer = _Peer(beat, now_s, beat.started, None)
         if peer_id in self.manifest.trainers:
             self.step = max(self.step, beat.step or 0)
-            self._delivered = 0
+            self._delivered, self._trainer_heard_s = 0, now_s
             peer.waits_since_s = _waits_since_s(beat, last, now_s)
         if beat.role == "inference":
             self._rates.add(beat.groups_per_s)
-            self._delivered += _delivered(beat, last)
+            if now_s - self._trainer_heard_s > SAME_MOMENT_S:
+                self._delivered += _delivered(beat, last)
             peer.limit += self._credit(peer, now_s)
         self._outstanding += peer.outstanding
         self._peers[peer_id] = peer
@@ -150,7 +154,8 @@ class CoordinatorView:
             return 0
         version = min(peer.beat.version, self.step)  # one that is news to us has as much room as the newest we know
         window = room(self.step, 0, self.manifest.learning.batch_groups, version, self.manifest.depth)
-        free = window - self._queued() - (0 if self._starved(now_s) else self._outstanding) - peer.unfinished
+        others = 0 if self._starved(now_s) else self._outstanding + self._delivered
+        free = window - self._queued() - others - peer.unfinished
         share = max(1, math.ceil(window * self._rates.share(peer.beat.groups_per_s))) - peer.unfinished
         return max(0, min(free, share))
 
@@ -164,7 +169,7 @@ class CoordinatorView:
 
     def _queued(self) -> int:
         """Groups that wait at the trainers; those of steps that were announced after one spoke are consumed."""
-        queued = self._delivered
+        queued = 0
         for trainer in self._trainers():
             beat = trainer.beat
             if beat.queued is not None and beat.step is not None:

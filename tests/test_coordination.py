@@ -153,29 +153,29 @@ def test_without_a_version_without_an_engine_or_in_rounds_nothing_is_granted() -
 
 
 class Swarm:
-    """Honest peers around a view: they begin what they may, finish, deliver; the trainer consumes."""
+    """Honest peers around a view: they begin what they may, finish, deliver; the trainer consumes, and beats too."""
 
     def __init__(self, num_peers: int, rates: list[float]) -> None:
-        self.view = new_view()
+        self.view, self.now_s = new_view(), 0.0
         self.step = self.queued = 0
-        self.peers = [{"started": 0, "in_flight": 0, "outbox": 0, "version": 0, "limit": 0} for _ in range(num_peers)]
+        zero = {"started": 0, "in_flight": 0, "outbox": 0, "version": 0, "accepted": 0, "limit": 0}
+        self.peers = [dict(zero) for _ in range(num_peers)]
         self.rates = rates
-        self.oldest_lag = 0
 
-    def beat(self, number: int, heard: bool = True) -> None:
+    def beat(self, number: int) -> None:
         peer = self.peers[number]
         self.view.head_is(self.step)
-        self.view.heard(TRAINER_ID, trainer(self.step, self.queued), 0.0)
-        said = {name: peer[name] for name in ("started", "in_flight", "outbox", "version")}
-        grant = self.view.heard(f"peer {number}", beat(rate=self.rates[number], **said), 0.0)
-        if heard:
-            peer["limit"] = grant.limit
+        said = {name: value for name, value in peer.items() if name != "limit"}
+        peer["limit"] = self.view.heard(f"peer {number}", beat(rate=self.rates[number], **said), self.now_s).limit
 
     def act(self, number: int, what: str) -> None:
         peer = self.peers[number]
+        self.now_s += 0.1
         match what:
             case "beat":
                 self.beat(number)
+            case "trainer beat":
+                self.view.heard(TRAINER_ID, trainer(self.step, self.queued), self.now_s)
             case "begin" if peer["started"] < peer["limit"]:
                 peer["started"] += 1
                 peer["in_flight"] += 1
@@ -184,6 +184,7 @@ class Swarm:
                 peer["outbox"] += 1
             case "deliver" if peer["outbox"]:
                 peer["outbox"] -= 1
+                peer["accepted"] += 1
                 self.queued += 1
             case "refresh":
                 peer["version"] = self.step
@@ -196,11 +197,14 @@ class Swarm:
         return begun + sum(max(0, peer["limit"] - peer["started"]) for peer in self.peers) + self.queued
 
 
+ACTS = ["beat", "trainer beat", "begin", "finish", "deliver", "refresh", "train"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     rates=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
     acts=st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(["beat", "begin", "finish", "deliver", "refresh", "train"])),
+        st.tuples(st.integers(0, 5), st.sampled_from(ACTS)),
         max_size=120,
     ),
 )
@@ -217,7 +221,7 @@ def test_a_swarm_that_only_follows_its_credits_trains_on() -> None:
     swarm = Swarm(3, [1.0, 2.0, 3.0])
     for _ in range(400):
         for number in range(3):
-            for what in ("refresh", "beat", "begin", "finish", "deliver", "train"):
+            for what in ("trainer beat", "refresh", "beat", "begin", "finish", "deliver", "train"):
                 swarm.act(number, what)
     assert swarm.step >= 100
     assert all(peer["started"] > 100 for peer in swarm.peers), "nobody is left out"
@@ -281,9 +285,7 @@ def test_a_new_coordinator_grants_the_same_within_one_beat() -> None:
 @given(
     rates=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
     acts=st.lists(
-        st.tuples(
-            st.integers(0, 5), st.sampled_from(["beat", "begin", "finish", "deliver", "refresh", "train", "new"])
-        ),
+        st.tuples(st.integers(0, 5), st.sampled_from([*ACTS, "new"])),
         max_size=120,
     ),
 )
