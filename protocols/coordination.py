@@ -45,7 +45,7 @@ class _Peer:
     @property
     def promised(self) -> int:
         """Groups that it may still begin."""
-        return max(0, self.limit - self.beat.started)
+        return self.limit - self.beat.started
 
     @property
     def unfinished(self) -> int:
@@ -156,7 +156,7 @@ class CoordinatorView:
         window = room(self.step, 0, self.manifest.learning.batch_groups, version, self.manifest.depth)
         others = 0 if self._starved(now_s) else self._outstanding + self._delivered
         free = window - self._queued() - others - peer.unfinished
-        share = max(1, math.ceil(window * self._rates.share(peer.beat.groups_per_s))) - peer.unfinished
+        share = math.ceil(window * self._rates.share(peer.beat.groups_per_s)) - peer.unfinished
         return max(0, min(free, share))
 
     def _trainers(self) -> list[_Peer]:

@@ -118,6 +118,46 @@ def test_what_is_queued_begun_or_waits_in_an_outbox_is_not_granted_again() -> No
     assert credit(view, "a", beat()) == 0
 
 
+def test_a_share_is_of_all_that_a_peer_works_on() -> None:
+    view = new_view()
+    settled(view, {"a": beat(), "b": beat()})
+    assert credit(view, "a", beat(started=9, in_flight=4, outbox=1)) == 3
+    assert credit(view, "a", beat(started=19, in_flight=14, outbox=1)) == 0
+
+
+def test_what_a_peer_has_delivered_is_in_the_queue_before_the_trainer_says_so() -> None:
+    view = new_view()
+    view.heard(TRAINER_ID, trainer(queued=0), 0.0)
+    view.heard("a", beat(started=6, in_flight=6, accepted=0), 0.0)
+    assert credit(view, "a", beat(started=6, accepted=6), 1.0) == WINDOW - 6
+    view.heard(TRAINER_ID, trainer(queued=6), 2.0)
+    assert credit(view, "a", beat(started=6, accepted=6), 3.0) == WINDOW - 6, "and it is not counted twice"
+    view.heard("a", beat(started=8, in_flight=2, accepted=6), 3.0)
+    view.heard(TRAINER_ID, trainer(queued=8), 4.0)
+    assert credit(view, "a", beat(started=8, accepted=8), 4.0) == WINDOW - 8, "nor by a trainer that leads itself"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        beat(session=b"s" * 16, accepted=9),
+        beat(accepted=None),
+        beat(accepted=0),
+        beat(started=3, in_flight=3, accepted=1),
+    ],
+    ids=["another session", "it does not know", "fewer than before", "none since"],
+)
+def test_deliveries_are_of_one_session_and_only_what_was_there_to_deliver(again: Heartbeat) -> None:
+    view = new_view()
+    view.heard(TRAINER_ID, trainer(), 0.0)
+    view.heard("a", beat(started=3, in_flight=3, accepted=1), 1.0)
+    view.heard("a", again, 2.0)
+    assert view._delivered == 0
+    limit = view.heard("b", beat(accepted=0, started=2, in_flight=2), 2.0).limit
+    view.heard("b", beat(accepted=U32), 3.0)
+    assert view._delivered == limit, "all that it had begun or was promised"
+
+
 def test_groups_of_steps_announced_after_the_trainer_spoke_are_consumed() -> None:
     view = new_view(step=3)
     view.heard(TRAINER_ID, trainer(step=3, queued=10), 0.0)
@@ -125,6 +165,20 @@ def test_groups_of_steps_announced_after_the_trainer_spoke_are_consumed() -> Non
     assert credit(view, "a", beat(version=4)) == WINDOW - 2
     view.head_is(9)
     assert credit(view, "a", beat(version=9)) == WINDOW
+    view.heard("b", beat(version=9), 0.0)
+    view.heard("a", beat(version=9, in_flight=12), 0.0)
+    assert credit(view, "b", beat(version=9)) == WINDOW - 12, "a queue is never less than empty"
+
+
+def test_steps_between_two_versions_are_known_from_the_trainer_and_from_nobody_else() -> None:
+    view = new_view(step=6, publish_every=2)
+    assert credit(view, "a", beat(version=6)) == 3 * BATCH
+    view.heard("impostor", trainer(step=50), 0.0)
+    assert credit(view, "a", beat(version=6)) == 3 * BATCH
+    view.heard(TRAINER_ID, trainer(step=7), 0.0)
+    assert credit(view, "a", beat(version=6)) == 2 * BATCH
+    view.heard(TRAINER_ID, trainer(step=3), 0.0)
+    assert (view.step, view.min_version) == (7, 5), "steps are not undone"
 
 
 def test_a_version_that_is_too_old_is_granted_nothing() -> None:
@@ -324,6 +378,17 @@ def test_a_liar_starves_nobody_for_longer_than_three_beats(lie: str) -> None:
         view.tick(now_s)
 
 
+def test_a_liar_that_delivers_without_end_starves_nobody_for_longer() -> None:
+    view = new_view()
+    for number in range(8):
+        now_s = number * BEAT_S
+        view.heard(TRAINER_ID, trainer(wanted=BATCH), now_s)
+        for accepted in (2 * number, 2 * number + 1):
+            view.heard("liar", beat(in_flight=U32, accepted=accepted), now_s + 1.0)
+        if now_s >= SILENT_S:
+            assert credit(view, "a", beat(), now_s + 1.0) >= 1
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_a_liar_is_promised_no_more_than_one_window(lie: str) -> None:
     view = new_view(step=5)
@@ -470,6 +535,8 @@ def test_the_rule_is_asked_only_with_numbers_that_are_known() -> None:
     assert measured is not None
     assert (measured.groups_per_s, measured.batch_groups, measured.step_s) == (3.0, BATCH, 4.0)
     assert (measured.refresh_s, measured.publish_every) == (0.5, 1)
+    view.heard(OTHER_TRAINER_ID, trainer(step_s=3.0), 0.0)
+    assert view.measured() == measured, "the slowest trainer's"
 
 
 def test_who_only_calls_itself_a_trainer_and_impossible_rates_do_not_choose_the_mode() -> None:
