@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.figures import Result, table
 
-NAMES = ("announcement", "fetch", "ingest", "trainer_share")
+NAMES = ("announcement", "fetch", "ingest", "trainer_share", "overlap", "coordinator")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 LIMIT_S = 300.0  # a guess with room: the longest takes 230 s
 
