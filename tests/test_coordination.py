@@ -383,7 +383,7 @@ def test_a_liar_that_delivers_without_end_starves_nobody_for_longer() -> None:
     for number in range(8):
         now_s = number * BEAT_S
         view.heard(TRAINER_ID, trainer(wanted=BATCH), now_s)
-        for accepted in (2 * number, 2 * number + 1):
+        for accepted in (number * 10**8, number * 10**8 + 10**7):
             view.heard("liar", beat(in_flight=U32, accepted=accepted), now_s + 1.0)
         if now_s >= SILENT_S:
             assert credit(view, "a", beat(), now_s + 1.0) >= 1
@@ -403,6 +403,15 @@ def test_a_version_that_is_news_to_the_coordinator_has_as_much_room_as_the_head(
 def test_a_rate_counts_up_to_a_limit_and_below_that_liars_cost_their_share() -> None:
     assert settled(new_view(), {"liar": beat(rate=1e300), "a": beat(rate=RATE_MAX)}) == {"liar": 8, "a": 8}
     assert settled(new_view(), {"a": beat(rate=1.0), "liar": beat(rate=1e300)})["a"] == 1, "the least that is given"
+
+
+def test_a_trainer_that_steps_does_not_starve_however_often_it_waits() -> None:
+    view = new_view()
+    view.heard("liar", LIES["busy"], 0.0)
+    for number in range(8):
+        view.heard(TRAINER_ID, trainer(number // 2, wanted=BATCH), number * BEAT_S)
+        assert credit(view, "a", beat(version=number // 2), number * BEAT_S) == 0
+        view.heard("liar", LIES["busy"], number * BEAT_S)
 
 
 def test_an_idle_trainer_does_not_hide_that_another_one_waits() -> None:
