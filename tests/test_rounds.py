@@ -117,6 +117,23 @@ def test_who_stalls_is_not_asked_again_before_a_while_has_passed() -> None:
     assert counts(one.tick(2 * STALL_MIN_S)) == {"a": 2}
 
 
+def test_b34_who_delivers_is_well_again_at_once() -> None:
+    one, _ = opened(6, EQUAL)
+    one.delivered("b", 2, 1.0)
+    one.delivered("c", 1, 1.0)
+    one.tick(STALL_MIN_S)
+    one.delivered("a", 1, STALL_MIN_S + 1)
+    assert counts(one.refused("b", 2, STALL_MIN_S + 2)) == {"a": 2}
+
+
+def test_the_time_of_who_was_idle_begins_with_its_new_work() -> None:
+    one, _ = opened(4, {"a": 1.0, "b": 1.0})
+    one.delivered("b", 2, 1.0)
+    assert counts(one.peers({"b": 1.0, "c": None}, 100.0)) == {"b": 3, "c": 1}
+    assert one.tick(100.0 + STALL_MIN_S - 0.1) == []
+    assert one.stalled == set()
+
+
 def test_nothing_moves_while_there_is_nobody_else() -> None:
     one, _ = opened(4, {"a": 1.0, "b": 1.0})
     assert one.tick(10 * STALL_MIN_S) == [], "both stall: to take it away would win nothing"
