@@ -20,6 +20,7 @@ from protocols.election import (
     Event,
     Heard,
     Lead,
+    Obeyed,
     Phase,
     Put,
     Read,
@@ -333,15 +334,38 @@ def test_a_higher_claim_deposes_at_once() -> None:
     assert leading(term=4).handle(Heard((claim("bob", 3), claim("cyd", 4, claimed=False))), 1.0) == []
 
 
-def test_an_order_of_a_higher_term_heard_once_as_a_claim_is_led_above_within_two_leases() -> None:
-    # A liar may order without a lease. Peers obey it (S6), so a leader below must stand aside, and come back above.
-    world = World(("ada",))
+def test_a_leader_below_the_fence_of_a_peer_steps_down_and_leads_above_it_within_seconds() -> None:
+    # A liar may order without a lease; peers obey it (S6). When it falls silent they stand where nobody leads.
+    world = World(("ada", "bob"))
     world.run_until(20.0)
-    world.tell("ada", Heard((claim("mallory", 500, until_ms=30_000),)))
+    (leader,) = world.leaders()
+    world.tell(leader, Obeyed(500, "mallory"))
     assert world.leaders() == []
-    world.run_until(20.0 + LEASE_S + CONFIG.wait_s + CONFIG.settle_s + 1.0)
-    assert world.leaders() == ["ada"]
-    assert world.elections["ada"].term == 501
+    world.run_until(20.0 + CONFIG.settle_s + 4 * world.store_s)
+    assert world.leaders() == [leader]
+    assert world.elections[leader].term == 501
+
+
+def test_a_fence_in_the_leaders_own_term_counts_if_its_own_directives_are_below_it() -> None:
+    assert leading(term=4).handle(Obeyed(4, "ada"), 1.0) == []
+    assert leading(term=4).handle(Obeyed(3, "bob"), 1.0) == []
+    actions = leading(term=4).handle(Obeyed(4, "bob"), 1.0)
+    above = precedes(RUN, (4, "bob"), (4, "ada"))
+    assert actions == ([StepDown(4, "term 5 is known"), Put(6, True)] if above else [])
+    assert precedes(RUN, (4, "cyd"), (4, "ada")) != above, "both happen in this test"
+    assert (leading(term=4).handle(Obeyed(4, "cyd"), 1.0) == []) == above
+
+
+def test_a_bystander_that_knows_of_a_higher_term_makes_the_leader_lead_above_it() -> None:
+    actions = leading(term=4).handle(Heard((claim("cyd", 9, claimed=False),)), 1.0)
+    assert actions == [StepDown(4, "term 9 is known"), Put(10, True)]
+
+
+def test_a_leader_whose_renewal_is_under_way_waits_for_its_end_before_it_claims() -> None:
+    one = leading(term=4)
+    assert one.handle(Tick(), RENEW_S) == [Put(4, True)]
+    assert one.handle(Obeyed(9, "bob"), RENEW_S + 0.1) == []
+    assert one.handle(Stored(True), RENEW_S + 0.2) == [StepDown(4, "term 9 is known"), Put(10, True)]
 
 
 def test_a_claimant_gives_way_to_a_higher_claim() -> None:
@@ -381,6 +405,14 @@ def test_a_read_back_without_our_claim_or_with_a_higher_one_is_no_lead(found: tu
     assert actions == [Put(max([1, *(one.term for one in found)]), False)]
     assert not one.leads(0.1)
     assert one.phase is Phase.STANDBY
+
+
+def test_a_read_back_with_a_lower_rival_of_the_same_term_claims_the_next() -> None:
+    # The rival may have read back before our claim was there, and lead: one term has one leader.
+    lower = next(name for name in NAMES[1:] if precedes(RUN, (1, "ada"), (1, name)))
+    one = claiming()
+    assert one.handle(ReadBack((claim("ada", 1), claim(lower, 1))), 0.1) == [Put(2, True)]
+    assert not one.leads(0.1)
 
 
 def test_a_read_back_that_comes_after_the_lease_is_no_lead() -> None:
@@ -619,6 +651,10 @@ class AnyElection(RuleBasedStateMachine):
     )
     def a_peer_says(self, name: str, term: int, claimed: bool, later_ms: int) -> None:
         self.tell(Heard((Claim(name, term, claimed, max(0, int(1000 * self.now_s) + later_ms)),)))
+
+    @rule(name=st.sampled_from(NAMES), term=st.integers(0, 9))
+    def a_peer_stands_at(self, name: str, term: int) -> None:
+        self.tell(Obeyed(term, name))
 
     @precondition(lambda self: self.put is not None)
     @rule(ok=st.booleans())
