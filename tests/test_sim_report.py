@@ -425,9 +425,10 @@ def test_who_leads_after_the_run_has_ended_is_no_failover() -> None:
     assert report["coordinator"] == {"terms": 1, "failovers": 0, "switches": []}
 
 
-def test_two_leaders_of_one_term_are_a_failover_whoever_hears_which_first() -> None:
-    peers = [[leads("A", 1, 1.0)], [leads("B", 1, 1.5)], [leader("x", "B", 1, 1.6), leader("x", "A", 1, 2.0)]]
-    assert build_report(ABOUT, peers, None)["coordinator"]["failovers"] == 1
+def test_two_leaders_of_one_term_are_a_failover_in_the_order_in_which_they_began() -> None:
+    late = [leader("x", "B", 1, 1.6), leader("x", "A", 1, 2.0), leader("x", "B", 2, 9.0)]
+    report = build_report(ABOUT, [[leads("A", 1, 1.0)], [leads("B", 1, 1.5), leads("B", 2, 8.0)], late], None)
+    assert report["coordinator"] == {"terms": 2, "failovers": 1, "switches": []}
 
 
 def test_rounds_idle_shares_and_where_lag_came_from() -> None:
