@@ -70,6 +70,11 @@ class Candidate:
         """Asked before every grant and every directive (case B46)."""
         return self.election is not None and self.election.leads(steady_s())
 
+    @property
+    def _eligible(self) -> bool:
+        manifest = self.follower.rules.manifest
+        return manifest is not None and self.node.peer_id in manifest.message.eligible
+
     def heard(self, sealed: Sealed[Lease]) -> None:
         """A lease came by gossip. Raises PeerFault if it may not be believed."""
         self.follower.rules.check_lease(sealed, time.time())
@@ -88,10 +93,11 @@ class Candidate:
         self._post(Obeyed(sealed.message.term, sealed.sender))
 
     async def run(self) -> None:
-        """Take part for as long as the manifest makes us eligible."""
-        while True:
-            manifest = self.follower.rules.manifest
-            if manifest is not None and self.node.peer_id in manifest.message.eligible:
+        """Take part for as long as the manifest makes us eligible and the run goes on."""
+        while not self.follower.ended.is_set():
+            if self._eligible:
+                manifest = self.follower.rules.manifest
+                assert manifest is not None
                 await self._take_part(ElectionConfig(lease_s=manifest.message.coordination.lease_s))
             await asyncio.sleep(ELIGIBLE_ASK_S)
 
@@ -116,7 +122,7 @@ class Candidate:
         self.election = election = Election(self.follower.run, self.node.peer_id, config, steady_s())
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(self._read_often(config))
-            while self.node.peer_id in self.follower.manifest.eligible and self.election is election:
+            while self._eligible and not self.follower.ended.is_set() and self.election is election:
                 wait_s = max(0.0, election.next_s - steady_s())
                 try:
                     async with asyncio.timeout(min(wait_s, config.renew_s)):
