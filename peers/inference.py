@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,23 +100,22 @@ class Loaded:
 async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]], None]) -> None:
     """Generate until the run ends, or until cancelled. Raises ValueError, TransportFault."""
     config = NodeConfig(role="inference", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce)
-    async with running(options.home, config, [options.run]) as node:
-        with closing(InferencePeer(node, options)) as peer:
-            await peer.open()
-            node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
-            on_ready(node.host.addresses)
-            loops = {
-                "fetch": peer.fetch,
-                "generate": peer.generate,
-                "push": peer.push,
-                "report": peer.report,
-                "patience": peer.lose_patience,
-            }
-            try:
-                await run_loops(node.loops() | loops, peer.follower.ended)
-            finally:
-                peer.emit_final()
-                await peer.follower.heartbeats.say_goodbye()
+    async with running(options.home, config, [options.run]) as node, aclosing(InferencePeer(node, options)) as peer:
+        await peer.open()
+        node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
+        on_ready(node.host.addresses)
+        loops = {
+            "fetch": peer.fetch,
+            "generate": peer.generate,
+            "push": peer.push,
+            "report": peer.report,
+            "patience": peer.lose_patience,
+        }
+        try:
+            await run_loops(node.loops() | loops, peer.follower.ended)
+        finally:
+            peer.emit_final()
+            await peer.follower.heartbeats.say_goodbye()
 
 
 class InferencePeer:
@@ -169,6 +168,7 @@ class InferencePeer:
         stored = await self._store.meta("next_counter")
         self._next_counter = int.from_bytes(stored, "big") if stored is not None else _first_counter()
         self.follower.heartbeats.beat = self._beat
+        self.follower.heartbeats.on_found = self._found
         self.node.on_round = self._called
         self.follower.neighbourhood.capacity = self._capacity
         for peer_id in self.node.bootstraps.values():
@@ -382,9 +382,14 @@ class InferencePeer:
 
     async def lose_patience(self) -> None:
         """Go home when no trainer has been heard for long, or the end of the run was missed (case B43)."""
+        heartbeats = self.follower.heartbeats
         while True:
+            before_s = time.monotonic()
             await asyncio.sleep(BEAT_S)
-            silent_s = time.monotonic() - self.follower.heartbeats.trainer_heard_s
+            late_s = time.monotonic() - before_s - BEAT_S
+            if late_s > SILENT_S:  # this process was stopped: it has not listened
+                heartbeats.trainer_heard_s += late_s
+            silent_s = time.monotonic() - heartbeats.trainer_heard_s
             if silent_s > self.options.patience_s:
                 raise TransportFault("trainer gone", f"no trainer of {self.options.run} was heard for {silent_s:.0f} s")
 
@@ -490,6 +495,12 @@ class InferencePeer:
             log.info("push failed: %s", fault)
             self.outbox.failed(time.monotonic())
 
+    def _found(self, target: str) -> None:
+        """A peer that was lost answers again."""
+        if target == self._trainer():
+            self.outbox.retry_now()
+            self._to_push.set()
+
     def _trainer(self) -> str:
         """Who consumes rollouts: whoever announced the head."""
         chain = self.follower.chain
@@ -577,9 +588,11 @@ class InferencePeer:
             bytes={"adapters": self.node.exchange.received_bytes, "rollouts": self.pushed_bytes},
         )
 
-    def close(self) -> None:
-        """Stop the engine's thread."""
-        self._thread.shutdown(cancel_futures=True)
+    async def aclose(self) -> None:
+        """Stop the engine and its thread. The loop goes on meanwhile, so that a second signal is heard (case B92)."""
+        if self.loaded is not None:
+            self.engine.stop()
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
 
 def _import_libraries() -> None:

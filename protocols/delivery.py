@@ -355,6 +355,10 @@ class Outbox:
         self._not_before_s = now_s + wait_s
         return self._not_before_s
 
+    def retry_now(self) -> None:
+        """The trainer is there again: do not wait for the end of the back-off."""
+        self._not_before_s = 0.0
+
     def _may_be_revised(self, counter: int) -> None:
         self._revisable[counter] = None
         if len(self._revisable) > REVISABLE_MAX:

@@ -19,7 +19,7 @@ from protocols.envelopes import unseal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import short
 from protocols.messages import Directive, Heartbeat, HeartbeatReply
-from protocols.presence import BEAT_S
+from protocols.presence import BEAT_S, SILENT_S
 
 if TYPE_CHECKING:
     from swarm.follower import Follower
@@ -54,8 +54,12 @@ class Heartbeats:
         """The lowest counter that we have not used, as the trainer knows it."""
         self.credit: int | None = None
         """Groups of this session that the coordinator lets us begin; None before it has said."""
+        self.on_found: Callable[[str], None] = lambda target: None
+        """Called with a target that answers again."""
         self._unreachable: dict[str, str] = {}
         """Targets that do not answer, and the code of the last warning."""
+        self._linked_s: dict[str, float] = {}
+        """Since when each of them has not answered over the connection that there may be."""
         self._refusing: dict[str, TransportFault] = {}
         """Targets that refuse us, and why."""
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -161,6 +165,7 @@ class Heartbeats:
             raise fault
 
     async def _reconnect(self, target: str) -> str:
+        await self._give_up_connection(target)
         if not target.startswith("/"):
             await self.follower.neighbourhood.reach(target)
             return target
@@ -169,6 +174,18 @@ class Heartbeats:
         self.node.bootstraps[target] = peer_id
         await self.node.directory.add_peer(peer_id)  # a restarted bootstrap peer knows nobody
         return peer_id
+
+    async def _give_up_connection(self, target: str) -> None:
+        """End a connection over which nothing has come for three beats.
+
+        libp2p keeps it for 40 s, takes it for good meanwhile, and dials no other. When a cut cable is mended, TCP sends
+        on it again only after as long as it was cut; a new one works at once.
+        """
+        peer_id = self.node.bootstraps.get(target) if target.startswith("/") else target
+        now_s = time.monotonic()
+        if peer_id is not None and now_s - self._linked_s.setdefault(target, now_s) >= SILENT_S:
+            self._linked_s[target] = now_s
+            await self.node.host.disconnect(peer_id)
 
     # ------------------------------------------------------------------ answers
 
@@ -237,6 +254,7 @@ class Heartbeats:
         """Say so once; and once more when somebody else answers there: the peer got a new key (case B18)."""
         if target == self._coordinator_target() and self.follower.orders is not None:
             self.follower.orders.lost()  # do not wait for three beats: pace ourselves
+        self._linked_s.setdefault(target, time.monotonic())
         said = self._unreachable.get(target)
         if said is None or (fault.code == "peer id mismatch" and said != fault.code):
             self._unreachable[target] = fault.code
@@ -244,4 +262,6 @@ class Heartbeats:
 
     def _found(self, target: str) -> None:
         if self._unreachable.pop(target, None) is not None:
+            self._linked_s.pop(target, None)
+            self.on_found(target)
             self.node.warn(f"{self._what(target)} reachable", f"{target[-60:]} answers again")
