@@ -290,6 +290,19 @@ def test_the_lease_counts_from_before_it_was_sent() -> None:
     assert not one.leads(RENEW_S + LEASE_S)
 
 
+def test_a_claim_that_took_long_to_store_gives_a_shorter_lease() -> None:
+    one = Election(RUN, "ada", CONFIG, 0.0)
+    one.handle(Tick(), RENEW_S)
+    one.handle(Stored(True), RENEW_S)
+    sent_s = RENEW_S + CONFIG.wait_s
+    assert one.handle(Tick(), sent_s) == [Put(1, True)]
+    one.handle(Stored(True), sent_s + 3.0)
+    assert one.handle(Tick(), sent_s + 3.0 + CONFIG.settle_s) == [Read()]
+    assert Lead(1) in one.handle(ReadBack((claim("ada", 1, 99_000),)), sent_s + 4.5)
+    assert one.leads(sent_s + LEASE_S - 0.001)
+    assert not one.leads(sent_s + LEASE_S)
+
+
 def test_b50_two_lost_renewals_are_survived_and_the_third_is_not() -> None:
     one = leading()
     for lost in (1, 2):
@@ -480,6 +493,7 @@ def test_a_newcomer_says_nothing_before_it_has_listened() -> None:
     assert one.handle(Tick(), 0.0) == []
     assert one.next_s == RENEW_S
     assert one.handle(Heard((claim("ada", 7),)), 1.0) == []
+    assert one.leader(1.0) is None, "it was another life that led"
     assert one.handle(Tick(), RENEW_S) == [Put(7, False)]
 
 
