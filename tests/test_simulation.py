@@ -14,7 +14,7 @@ from protocols.faults import PeerFault
 from protocols.messages import Announcement, Directive, GroupReceipt, RolloutGroup
 from protocols.orders import Orders
 from protocols.policy import Chain, Extended, Known, Outcome
-from protocols.rounds import Call, Round
+from protocols.rounds import Round
 from tests.simulation import Parts, Producer, Row, Trainer, simulate
 
 SEEDS = 48
@@ -68,7 +68,7 @@ def test_a_seed_is_replayed_by_another_process() -> None:
 class NoThirdGate(Intake):
     """Consumes whatever waits."""
 
-    def _expire(self, steps_done: int) -> tuple[Queued, ...]:
+    def sweep(self, steps_done: int) -> tuple[Queued, ...]:
         return ()
 
 
@@ -189,7 +189,7 @@ class LeadsOnStored(Election):
         claiming = self.phase is Phase.CLAIMING
         actions = super()._stored(ok, now_s)
         if claiming and ok:
-            self.phase, self._settled_s = Phase.LEADING, None
+            self.phase, self._settled_s, self._put_at_s = Phase.LEADING, None, now_s
             actions.append(Lead(self._my_term))
         return actions
 
@@ -229,16 +229,6 @@ class NeverMovesWork(Round):
         pass
 
 
-class CallsNobodyBack(Round):
-    """A refused or lost call is nobody's."""
-
-    def refused(self, peer_id: str, taken: int, now_s: float) -> list[Call]:
-        return []
-
-    def tick(self, now_s: float) -> list[Call]:
-        return []
-
-
 @pytest.mark.parametrize(
     ("parts", "broken"),
     [
@@ -248,20 +238,19 @@ class CallsNobodyBack(Round):
         (Parts(intake=RefusesNothing), "S2|stored twice"),
         (Parts(intake=NoFloor), "stored twice"),
         (Parts(intake=ForgetsOneTooMany), "S2|stored twice"),
-        (Parts(trainer=TwoTransactions), "S2|audit"),
+        (Parts(trainer=TwoTransactions), "S2|audit|bound broken"),
         (Parts(trainer=ReceiptFirst), "S3"),
         (Parts(chain=AnyVersion), "S4"),
         (Parts(chain=ForksUnnoticed), "S4"),
         (Parts(producer=BelievesItsDisk), "S5"),
         (Parts(orders=ObeysAnyTerm), "S6"),
         (Parts(orders=Stumbles), "S7: KeyError"),
-        (Parts(election=LeadsOnStored), "two leaders of term"),
+        (Parts(election=LeadsOnStored), "two leaders of term|gives orders while"),
         (Parts(election=SharesItsTerm), "two leaders of term"),
         (Parts(election=NeverFencesItself), "gives orders while|two leaders of term"),
         (Parts(election=KnowsNoFences), "L1"),
         (Parts(election=NeverClaims), "L1: 0 leaders"),
         (Parts(round=NeverMovesWork), "L3"),
-        (Parts(round=CallsNobodyBack), "L3"),
     ],
     ids=lambda value: (
         next((p.__name__ for p in vars(value).values() if p is not None and p.__module__ == __name__), "")

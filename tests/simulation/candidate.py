@@ -29,6 +29,7 @@ from protocols.election import (
     Stored,
     Tick,
 )
+from protocols.envelopes import Sealed
 from protocols.messages import Directive, Heartbeat, HeartbeatReply, Lease
 from protocols.presence import BEAT_S, SILENT_S
 from tests.simulation.node import Member, Parts
@@ -204,6 +205,13 @@ class Candidate(Member):
         claim = self.believed(raw)
         if claim.candidate != self.peer_id:
             self.drive(Heard((claim,)))
+
+    def led_by(self, sealed: Sealed[Directive]) -> None:
+        """Who orders has claimed: that is heard here before its lease, or instead of it."""
+        if sealed.sender != self.peer_id:
+            said = sealed.message
+            until_ms = said.issued_ms + int(1000 * self.world.plan.lease_s)
+            self.drive(Heard((Claim(sealed.sender, said.term, True, until_ms),)))
 
     def told_of_order(self, raw: bytes) -> None:
         """Who stands there obeys nobody below."""

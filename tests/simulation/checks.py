@@ -36,12 +36,12 @@ def check_heads(world: World, trainer: Trainer, version: int) -> None:
 
 
 def check_growth(world: World, producers: list[Producer], risen: int) -> None:
-    """L3: steps rise, at less than half of what those can do who are left."""
+    """L3: steps rise, at a quarter of what those can do who are left."""
     if world.plan.forks:
         return
     groups_per_s = sum(1 / producer.group_s for producer in producers if producer.up and producer.honest)
     possible = (GROWTH_S - STALL_MIN_S) * groups_per_s / world.plan.batch_groups
-    assert risen >= max(1, min(3, int(0.4 * possible))), f"L3: {risen} steps since most peers went"
+    assert risen >= max(1, min(3, int(0.25 * possible))), f"L3: {risen} steps since most peers went"
 
 
 def check_leader(world: World) -> Candidate:

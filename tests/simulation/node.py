@@ -69,33 +69,46 @@ class Parts:
 class Call:
     """A request on its way, and its answer on the way back."""
 
-    __slots__ = ("answered", "body", "done", "kind", "life", "sent_s", "source", "target", "timeout_s", "world")
+    __slots__ = (
+        "answered",
+        "body",
+        "done",
+        "kind",
+        "life",
+        "replied",
+        "sent_s",
+        "source",
+        "target",
+        "timeout_s",
+        "world",
+    )
 
     def __init__(self, source: "Node", target: "Node", kind: str, body: Any, answered: Answered) -> None:
         self.world, self.source, self.target, self.kind, self.body = source.world, source, target, kind, body
-        self.answered, self.life, self.done = answered, source.life, False
+        self.answered, self.life, self.done, self.replied = answered, source.life, False, False
         self.sent_s, self.timeout_s = self.world.now_s, BEAT_S if kind == "beat" else 3.0 if kind == "dht" else CALL_S
 
     def send(self) -> None:
         if not self.world.carry(self.source, self.target, self.kind, self.arrive):
-            self._lost()
+            self.lose()
 
     def arrive(self) -> None:
         target = self.target
         if not target.up:
             if self.world.plan.dead_is_silent:
-                self._lost()
+                self.lose()
             else:
                 self.world.at(self.world.now_s + 0.05, self.answer, None)
             return
         if target.stopped:
-            self._lost()
+            self.lose()
         target.do(target.serve, self)
 
     def reply(self, body: Any) -> None:
         """The answer of the target."""
+        self.replied = True
         if not self.world.carry(self.target, self.source, self.kind, self.answer, body):
-            self._lost()
+            self.lose()
 
     def answer(self, body: Any) -> None:
         source = self.source
@@ -106,7 +119,8 @@ class Call:
             body = None
         source.do(source.guarded, self.answered, body)
 
-    def _lost(self) -> None:
+    def lose(self) -> None:
+        """No answer will come, or perhaps none: the caller waits until its time is up."""
         self.world.at(max(self.world.now_s, self.sent_s + self.timeout_s), self.answer, None)
 
 
@@ -130,6 +144,7 @@ class Node:
         self.skew_s = self.rng.uniform(-2.5, 2.5)
         self.tick = 1 + self.rng.uniform(-2e-4, 2e-4)
         self.boot_s = self.rng.uniform(0.0, 1e5)
+        self.sync_s = self.rng.choice((0.02, 0.1, 0.4))
         self._writes: list[Callable[[], None]] = []
         self._synced_s = 0.0
         world.all.append(self)
@@ -188,7 +203,7 @@ class Node:
     def commit(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """One transaction: durable some time later, after all those before it; then `then`."""
         self._writes.append(change)
-        self._synced_s = max(self._synced_s, self.world.now_s) + self.rng.uniform(0.001, 0.05)
+        self._synced_s = max(self._synced_s, self.world.now_s) + self.rng.uniform(0.001, self.sync_s)
         self.after(self._synced_s - self.world.now_s, self._sync, then)
 
     def _sync(self, then: Callable[[], None] | None) -> None:
@@ -224,6 +239,10 @@ class Node:
             back_s = min(self.world.now_s + self.rng.uniform(1.5, 8.0), max(STORM_S, self.world.now_s + 1.5))
         if back_s < math.inf:
             self.world.at(back_s, self.boot)
+
+    def lose(self) -> None:
+        """A crash that takes the disk along."""
+        self.crash(wipes=True)
 
     def leave(self) -> None:
         """SIGTERM: a last word, then the end of the process."""
@@ -288,6 +307,8 @@ class Node:
         """A request came; a fault in it is answered like a broken connection."""
         if not self.guarded(self.answer, call):
             call.reply(None)
+        elif not call.replied:
+            call.lose()  # unless the answer, which waits for the disk, comes first
 
     def answer(self, call: Call) -> None:
         raise NotImplementedError
@@ -512,10 +533,13 @@ class Member(Node):
             assert term >= self.seen_term, f"S6: a directive of term {term} was obeyed after term {self.seen_term}"
             if before[:2] != (orders.coordinator, orders.term):
                 self.credit = None  # nobody else's counts
-                self.told_of_order(raw)
+                self.led_by(sealed)
                 self.world.counts["obedience changed"] += 1
             self.news()
         self.seen_term = max(self.seen_term, term)
+
+    def led_by(self, sealed: Sealed[Directive]) -> None:
+        """Somebody else has begun to lead. Only candidates care."""
 
     def told_of_order(self, raw: bytes) -> None:
         """Somebody stands at this directive, and hears no more from its sender. Only candidates care."""

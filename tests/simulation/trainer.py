@@ -35,8 +35,8 @@ from protocols.messages import (
 from protocols.policy import Extended
 from protocols.presence import SILENT_S
 from protocols.rollouts import unpack_group
+from protocols.rounds import STALL_MIN_S, Round
 from protocols.rounds import Call as RoundShare
-from protocols.rounds import Round
 from protocols.transfer import blob_ref, chunk_hashes
 from tests.simulation.candidate import Candidate
 from tests.simulation.node import Call, Parts
@@ -84,8 +84,9 @@ class Trainer(Candidate):
         self.fork_at = self.rng.randrange(2, 12) if world.plan.forks else -1
         self.step_s = self.rng.choice((0.2, 0.8, 2.0))
 
-    def wipe(self) -> None:
-        raise AssertionError("a trainer keeps its disk")
+    def lose(self) -> None:
+        """A trainer keeps its disk."""
+        self.crash()
 
     def start(self) -> None:
         manifest = self.world.manifest.message
@@ -115,10 +116,13 @@ class Trainer(Candidate):
         if self.closed:
             raise PeerFault("run ended")
         groups = sealed.message.groups
-        groups = groups[: self.intake.admit(source, len(groups))]
+        room = self.intake.admit(source, len(groups))
         receipts, new = [], []
         for group in groups:
             receipt = self.intake.offer(source, group, self.steps, self.inspect(group))
+            if receipt.outcome == "accepted" and len(new) == room:
+                self.intake.retract([receipt.digest])  # not in the receipt, so that it comes again
+                continue
             receipts.append(receipt)
             if receipt.outcome == "accepted":
                 new.append(Queued(receipt.digest, source, group.counter, group.oldest_version, self.steps))
@@ -345,8 +349,8 @@ class Rounds:
         self.trainer = trainer
         self.open: Round | None = None
         self._number = 0
-        self._suspects: dict[str, int] = {}
-        """Peers that stalled, and the version they held then: trusted again with a newer one, or when they deliver."""
+        self._stalls: dict[str, tuple[int, float]] = {}
+        """Peers that stalled: how often since they last delivered, and until when nothing is asked of them."""
         self._to_call: dict[str, RoundShare] = {}
         self._calling: set[str] = set()
 
@@ -362,7 +366,7 @@ class Rounds:
         self._make(calls + self.open.tick(trainer.steady_s))
 
     def delivered(self, source: str, groups: Sequence[Queued]) -> None:
-        self._suspects.pop(source, None)
+        self._stalls.pop(source, None)
         if self.open is not None:
             self._make(self.open.delivered(source, len(groups), self.trainer.steady_s))
 
@@ -374,8 +378,8 @@ class Rounds:
         self.trainer.world.counts["rounds"] += 1
         self.trainer.world.counts["groups moved"] += ended.moved
         for peer_id in sorted(ended.stalled):
-            seen = self.trainer.neighbours.get(peer_id)
-            self._suspects.setdefault(peer_id, (seen[0].version or 0) if seen is not None else 0)
+            times = self._stalls.get(peer_id, (0, 0.0))[0]
+            self._stalls[peer_id] = (times + 1, self.trainer.steady_s + STALL_MIN_S * 2**times)
 
     def _rates(self) -> dict[str, float | None]:
         """Inference peers that are alive, without those that stalled unless there is nobody else."""
@@ -383,12 +387,9 @@ class Rounds:
         alive = {
             peer_id: beat
             for peer_id, (beat, heard_s) in self.trainer.neighbours.items()
-            if beat.role == "inference" and now_s - heard_s < SILENT_S
+            if beat.role == "inference" and now_s - heard_s < SILENT_S and not self.trainer.intake.quarantined(peer_id)
         }
-        for peer_id, version in list(self._suspects.items()):
-            if peer_id in alive and (alive[peer_id].version or 0) > version:
-                del self._suspects[peer_id]
-        trusted = {peer_id: beat for peer_id, beat in alive.items() if peer_id not in self._suspects} or alive
+        trusted = {peer: beat for peer, beat in alive.items() if self._stalls.get(peer, (0, 0.0))[1] <= now_s} or alive
         return {peer_id: beat.groups_per_s for peer_id, beat in trusted.items()}
 
     def _make(self, calls: Sequence[RoundShare]) -> None:

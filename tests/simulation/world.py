@@ -314,7 +314,8 @@ class World:
             self.at(rng.uniform(0.0, 1.0), node.boot)
             duty = node.may_lead
             for _ in range(rng.choice((0, 1, 1, 2)) if duty else rng.choice((0, 0, 1))):
-                self.at(rng.uniform(2.0, STORM_S - 4.0), rng.choice((node.crash, node.crash, node.leave)))
+                accident = rng.choice((node.crash, node.lose, node.leave))
+                self.at(rng.uniform(2.0, STORM_S - 4.0), accident)
             if rng.random() < (0.4 if duty else 0.1):
                 self.at(rng.uniform(2.0, STORM_S - 4.0), node.stop, rng.uniform(1.0, 15.0))
         for _ in range(rng.randint(0, 3)):
