@@ -1,6 +1,7 @@
 """The transformers engine: log-probabilities of what was really sampled, rows that end where they end."""
 
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,15 @@ def test_generation_stops_when_every_row_has_ended() -> None:
     padded = _left_padded([(1,), (1,)], 0, "cpu")
     decode(script, padded, group_size=1, max_new_tokens=99, eos_ids=Words.eos_ids, draw=_Draw(1.0, None))
     assert script.step == 2
+
+
+def test_b92_nothing_is_generated_once_the_engine_is_stopped() -> None:
+    # Every token asks, so it is enough that the first one is not drawn.
+    engine = new_engine()
+    engine.generate(PROMPTS, Sampling(group_size=2), seed=1)
+    engine.stop()
+    with pytest.raises(CancelledError):
+        engine.generate(PROMPTS, Sampling(group_size=2), seed=1)
 
 
 def test_the_same_seed_gives_the_same_completions_and_another_seed_does_not() -> None:

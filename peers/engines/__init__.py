@@ -37,3 +37,6 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
         """`sampling.group_size` completions for each prompt; the same seed gives the same completions."""
+
+    def stop(self) -> None:
+        """From any thread, for good: what is being generated raises CancelledError at its next token."""

@@ -12,7 +12,9 @@ bare model costs and no version leaves a trace in the next.
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Literal
 
 import torch
@@ -45,6 +47,7 @@ class TransformersEngine:
         """Moves the model to the device. Raises ValueError for LoRA targets that the model has not."""
         self.device = device
         self.version: int | None = None
+        self._stopped = threading.Event()
         self._tokenizer = model.tokenizer
         self._scale = lora.alpha / lora.r
         self._base = model.module
@@ -100,19 +103,31 @@ class TransformersEngine:
             group_size=group_size,
             max_new_tokens=max_new_tokens,
             eos_ids=self._tokenizer.eos_ids,
-            draw=_Draw(temperature, generator),
+            draw=_Draw(temperature, generator, self._stopped.is_set),
         )
+
+    def stop(self) -> None:
+        """From any thread, for good: what is being generated raises CancelledError at its next token.
+
+        A process that was told to go cannot wait for minutes of generation (case B92).
+        """
+        self._stopped.set()
 
 
 class _Draw:
     """Chooses next ids: sampled at a temperature, or the likeliest where there is no generator."""
 
-    def __init__(self, temperature: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, temperature: float, generator: torch.Generator | None, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         self._temperature = temperature
         self._generator = generator
+        self._stopped = stopped
 
     def __call__(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and their log-probabilities, [R, 1] each, over the full vocabulary, float32."""
+        if self._stopped():
+            raise CancelledError
         logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
         if self._generator is None:
             ids_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
