@@ -24,8 +24,8 @@ from tests.processes import LEASE_S, Elected, Electorate
 KILLS = 20
 WORKERS = 4
 STEPS_BETWEEN = 5
-# Long enough for many kills, and a call of the engine that leaves the two cores to the election most of the time.
-ENDLESS = ("--steps", "1000000", "--learning-rate", "1e-6", "--slow", "0.5")
+# Long enough for many kills, and tokens so slow that seven processes do not wait for one another's two cores.
+ENDLESS = ("--steps", "1000000", "--learning-rate", "1e-6", "--slow", "0.1")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Rounds:
         self._number = 0
         self._suspects: dict[str, int | None] = {}
         """Peers that stalled, and the version they held then: trusted again once they hold a newer one, or deliver."""
+        self._silent: set[str] = set()
+        """Peers that fell silent since the last round was closed."""
         self._to_call: dict[str, tuple[Round, Call]] = {}
         """The newest call that a peer has not got yet: calls to one peer must not overtake one another."""
         self._calling: dict[str, asyncio.Task[None]] = {}
@@ -67,7 +69,8 @@ class Rounds:
         if ended is None:
             return
         self.moved += ended.moved
-        for peer_id in ended.stalled:
+        stalled, self._silent = ended.stalled | self._silent, set()
+        for peer_id in stalled:
             seen = self.node.neighbours.get(peer_id)
             self._suspects.setdefault(peer_id, seen.beat.version if seen is not None else None)
         self.node.metrics.emit(
@@ -77,17 +80,21 @@ class Rounds:
             groups=groups,
             peers=ended.num_peers,
             moved=ended.moved,
-            stalled=sorted(ended.stalled),
+            stalled=sorted(stalled),
             seconds=round(time.monotonic() - self._opened_s, 3),
         )
 
     def _rates(self, now_s: float) -> dict[str, float | None]:
-        """Inference peers that are alive, without those that stalled unless there is nobody else."""
-        alive = {
-            peer_id: seen.beat
+        """Inference peers that are alive, without those that stalled or fell silent unless there is nobody else."""
+        known = {
+            peer_id: seen
             for peer_id, seen in self.node.neighbours.items()
-            if seen.beat.role == "inference" and seen.beat.run == self.follower.run and now_s - seen.heard_s < SILENT_S
+            if seen.beat.role == "inference" and seen.beat.run == self.follower.run
         }
+        alive = {peer_id: seen.beat for peer_id, seen in known.items() if now_s - seen.heard_s < SILENT_S}
+        for peer_id in known.keys() - alive.keys() - self._suspects.keys():
+            self._suspects[peer_id] = known[peer_id].beat.version
+            self._silent.add(peer_id)
         for peer_id, version in list(self._suspects.items()):
             if peer_id in alive and (alive[peer_id].version or 0) > (version or 0):
                 del self._suspects[peer_id]

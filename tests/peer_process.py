@@ -5,7 +5,8 @@
     after-checkpoint   the checkpoint is whole, the transaction has not begun
     before-ledger      the transaction is committed, the ledger file has not got its entry
     before-announce    everything is on disk, nobody has been told
---slow SECONDS        (inference) each call of the engine takes that much longer
+--slow SECONDS        (inference) each token takes that much longer; "generating" is printed when a call begins
+--stop-at-load N      (inference) SIGSTOP ourselves while version N is loaded
 
 Signals mean what they mean to `swarm`: the first ends the peer in good order, the second at once.
 """
@@ -109,16 +110,38 @@ def install_crash(point: str, step: int) -> None:
             raise SystemExit(f"unknown crash point {point}")
 
 
-def install_slowness(seconds: float) -> None:
+def install_slowness(token_s: float) -> None:
+    """Each token that is generated under an adapter takes that much longer; say so when a call begins."""
+    from peers.engines.transformers_engine import TransformersEngine, _Draw
+
+    generate, draw = TransformersEngine.generate, _Draw.__call__
+    slow: list[bool] = []
+
+    def generate_loudly(self: TransformersEngine, *arguments: Any, **named: Any) -> Any:
+        slow[:] = [True] * (self.version is not None)  # not while its speed is measured at the start
+        print("generating", flush=True)
+        return generate(self, *arguments, **named)
+
+    def draw_slowly(self: _Draw, logits: Any) -> Any:
+        time.sleep(token_s if slow else 0.0)
+        return draw(self, logits)
+
+    TransformersEngine.generate = generate_loudly  # type: ignore[method-assign]
+    _Draw.__call__ = draw_slowly  # type: ignore[method-assign]
+
+
+def install_stop(version: int) -> None:
+    """SIGSTOP ourselves in the middle of loading this version."""
     from peers.engines.transformers_engine import TransformersEngine
 
-    real = TransformersEngine.generate
+    load = TransformersEngine.load_adapter
 
-    def generate(self: TransformersEngine, prompts: Any, sampling: Sampling, seed: int) -> Any:
-        time.sleep(seconds)
-        return real(self, prompts, sampling, seed)
+    def stop_and_load(self: TransformersEngine, loaded: int, adapter: Any) -> None:
+        if loaded == version:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        load(self, loaded, adapter)
 
-    TransformersEngine.generate = generate  # type: ignore[method-assign]
+    TransformersEngine.load_adapter = stop_and_load  # type: ignore[method-assign]
 
 
 async def run(arguments: argparse.Namespace, folder: Path) -> None:
@@ -152,6 +175,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
 
             if arguments.slow:
                 install_slowness(arguments.slow)
+            if arguments.stop_at_load is not None:
+                install_stop(arguments.stop_at_load)
             home = folder / (arguments.home or name)
             peer = InferenceOptions(
                 home=home, run=RUN, bootstrap=bootstrap, listen=listen, patience_s=arguments.patience
@@ -174,6 +199,7 @@ def main() -> int:
     parser.add_argument("--coordinator", action="append", default=[], metavar="HOME")
     parser.add_argument("--patience", type=float, default=600.0)
     parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--stop-at-load", type=int)
     parser.add_argument("--home")
     parser.add_argument("--crash")
     arguments = parser.parse_args()

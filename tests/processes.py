@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from bootstrap.events import Event, Tail
 from bootstrap.home import KEY_FILE, METRICS_FILE
 from swarm.identity import load_identity
@@ -101,8 +103,14 @@ class Member(Peer):
 
     def pause(self) -> None:
         """SIGSTOP: its connections stay open, and nobody answers."""
-        self.paused = True
         self.kill(signal.SIGSTOP)
+        self.wait_paused()
+
+    def wait_paused(self, timeout_s: float = START_S) -> None:
+        """Wait until it is stopped, by whomever."""
+        process = psutil.Process(self.process.pid)
+        wait_until(lambda: self.process.poll() is None and process.status() == psutil.STATUS_STOPPED, timeout_s, self)
+        self.paused = True
 
     def resume(self) -> None:
         self.kill(signal.SIGCONT)
