@@ -74,7 +74,7 @@ class Coordinator:
         self.view = None
         if self.follower.candidate.leads and orders is not None:
             self.view = CoordinatorView(self.follower.manifest, orders.mode, time.monotonic())
-            self._number = 0
+            self._number = int(time.time())  # above what an earlier life of ours said in the same term
             self._woken.set()
 
     async def _one_beat(self, view: CoordinatorView) -> None:
@@ -100,6 +100,7 @@ class Coordinator:
 
     def _look_at_ourselves(self, view: CoordinatorView) -> None:
         """What our own heartbeat would say, and the newest version that we have verified."""
+        view.manifest = self.follower.manifest  # a new revision counts at once
         if self.follower.chain is not None:
             view.head_is(self.follower.chain.version)
         view.heard(self.node.peer_id, self.follower.heartbeats.beat(), time.monotonic())
