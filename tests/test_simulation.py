@@ -130,8 +130,7 @@ class TwoTransactions(Trainer):
             for group in groups:
                 self.rows[group.digest] = Row(group, "trained", step - 1)
 
-        self._writes.append(later)
-        self.after(0.05, lambda: self._writes.remove(later) or later() if later in self._writes else None)
+        self.commit(later)
 
 
 # ---------------------------------------------------------------------- chain, adapters, junk

@@ -49,13 +49,12 @@ class Swarm(World):
             guide.skew_s /= 5  # everybody else's reference
         for producer in self.producers:
             producer.guides = rng.sample(names, min(2, len(names)))
-        self.steps_at: list[tuple[float, int]] = []
+        self.began_s: list[float] = []
+        """When somebody began to lead."""
+        self.failover_s = 0.0
+        """From the coordinator's blow until the next one leads."""
 
     # ------------------------------------------------------------------ what is watched
-
-    def stepped(self, step: int) -> None:
-        """A step reached the trainer's disk."""
-        self.steps_at.append((self.now_s, step))
 
     @property
     def whole(self) -> bool:
@@ -64,6 +63,7 @@ class Swarm(World):
 
     def began_to_lead(self, node: Candidate, term: int) -> None:
         """Two leaders of one term never, while the DHT is whole."""
+        self.began_s.append(self.now_s)
         for other in self.candidates:
             if other is not node and other.leads and other.led_term == term:
                 self.counts["two leaders of a term"] += 1
@@ -86,17 +86,18 @@ class Swarm(World):
             node.boot()
         if plan.hostile:
             self.retire(self.guides[-1])
-        head = max(self.trainer.chain.version, -1) if self.trainer.up else -1
+        head = self.trainer.chain.version
         self.run(STORM_S + l2_s(self))
         check_heads(self, self.trainer, head)
         self.run(STORM_S + plan.patience_s)
         self.strike(check_leader(self))
         self.run(plan.culled_s)
+        self.failover_s = next(began_s for began_s in self.began_s if began_s > plan.struck_s) - plan.struck_s
         check_leader(self)
         steps = self.trainer.steps
         self.cull()
         self.run(plan.rest_s)
-        check_growth(self, self.producers, self.trainer.steps - steps)
+        check_growth(self, self.trainer.steps - steps)
         self.run(plan.end_s)
         check_end(self, self.trainer, self.producers)
 
@@ -138,6 +139,8 @@ class Result:
     counts: Counter[str]
     trace: int
     equivocations: int = 0
+    failover: float = 0.0
+    """From the coordinator's blow until the next one leads, in lease times."""
 
 
 def simulate(seed: int, parts: Parts | None = None, num_peers: int = 8) -> Result:
@@ -153,5 +156,6 @@ def simulate(seed: int, parts: Parts | None = None, num_peers: int = 8) -> Resul
     except Exception as error:
         raise AssertionError(f"S7: {type(error).__name__}: {error} (at {swarm.now_s:.2f} s); {replay}") from error
     states = Counter(row.state for row in swarm.trainer.rows.values())
+    failover = swarm.failover_s / swarm.plan.lease_s
     proofs = sum(len(node.chain.equivocations) for node in swarm.all if hasattr(node, "chain"))
-    return Result(swarm.trainer.steps, states, swarm.counts, swarm.trace, proofs)
+    return Result(swarm.trainer.steps, states, swarm.counts, swarm.trace, proofs, failover)

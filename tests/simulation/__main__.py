@@ -39,7 +39,8 @@ def storm(title: str, jobs: Iterable[tuple[int, int]], processes: int) -> bool:
     """All of these seeds; False if one has failed."""
     begun_s = time.monotonic()
     total: Counter[str] = Counter()
-    failed = []
+    failed: list[str] = []
+    failovers: list[float] = []
     num_seeds = 0
     with ProcessPoolExecutor(processes) as pool:
         for outcome in pool.map(attempt, jobs):
@@ -51,7 +52,12 @@ def storm(title: str, jobs: Iterable[tuple[int, int]], processes: int) -> bool:
             total.update(outcome.counts)
             total.update({f"groups {state}": count for state, count in outcome.states.items()})
             total["steps"] += outcome.steps
+            failovers.append(outcome.failover)
     print(f"{title}: {num_seeds} seeds in {time.monotonic() - begun_s:.0f} s, {len(failed)} failed")
+    failovers.sort()
+    if failovers:
+        half, most = failovers[len(failovers) // 2], failovers[-1]
+        print(f"    {'failovers, in lease times':30} p50 {half:.2f}, max {most:.2f}")
     for name in ("steps", *SHOWN, *(f"groups {state}" for state in ("trained", "no_signal", "stale", "queued"))):
         print(f"    {name:30} {total[name]}")
     return not failed

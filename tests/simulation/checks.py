@@ -9,12 +9,11 @@ at the end               S1 S2 S3 S4, everybody at the head, the ledger's audit
 
 from protocols.ledger import audit
 from protocols.presence import BEAT_S
-from protocols.rounds import STALL_MIN_S
 from tests.simulation.candidate import Candidate
 from tests.simulation.node import Member
 from tests.simulation.producer import FETCH_RETRY_S, Producer
 from tests.simulation.trainer import Trainer
-from tests.simulation.world import CALL_S, GROWTH_S, RUN, World
+from tests.simulation.world import CALL_S, RUN, World
 
 
 def l2_s(world: World) -> float:
@@ -35,13 +34,10 @@ def check_heads(world: World, trainer: Trainer, version: int) -> None:
             assert held >= version, f"L2: {node.index} holds v{held}, the head was v{version}"
 
 
-def check_growth(world: World, producers: list[Producer], risen: int) -> None:
-    """L3: steps rise, at a quarter of what those can do who are left."""
-    if world.plan.forks:
-        return
-    groups_per_s = sum(1 / producer.group_s for producer in producers if producer.up and producer.honest)
-    possible = (GROWTH_S - STALL_MIN_S) * groups_per_s / world.plan.batch_groups
-    assert risen >= max(1, min(3, int(0.25 * possible))), f"L3: {risen} steps since most peers went"
+def check_growth(world: World, risen: int) -> None:
+    """L3: training goes on. A few peers that are slow, or lie, may spend a stall and a step without signal first."""
+    needed = 1 if world.plan.num_peers < 20 else 3
+    assert risen >= needed or world.plan.forks, f"L3: {risen} steps since most peers went"
 
 
 def check_leader(world: World) -> Candidate:

@@ -145,8 +145,7 @@ class Node:
         self.tick = 1 + self.rng.uniform(-2e-4, 2e-4)
         self.boot_s = self.rng.uniform(0.0, 1e5)
         self.sync_s = self.rng.choice((0.02, 0.1, 0.4))
-        self._writes: list[Callable[[], None]] = []
-        self._synced_s = 0.0
+        self._writes: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         world.all.append(self)
         world.nodes[self.peer_id] = self
 
@@ -201,15 +200,18 @@ class Node:
     # ------------------------------------------------------------------ disk
 
     def commit(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """One transaction: durable some time later, after all those before it; then `then`."""
-        self._writes.append(change)
-        self._synced_s = max(self._synced_s, self.world.now_s) + self.rng.uniform(0.001, self.sync_s)
-        self.after(self._synced_s - self.world.now_s, self._sync, then)
+        """One transaction: durable at the disk's next flush, in order; then `then`."""
+        self._writes.append((change, then))
+        if len(self._writes) == 1:
+            self.after(self.rng.uniform(0.001, self.sync_s), self._flush)
 
-    def _sync(self, then: Callable[[], None] | None) -> None:
-        self._writes.pop(0)()
-        if then is not None:
-            then()
+    def _flush(self) -> None:
+        writes, self._writes = self._writes, []
+        for change, _ in writes:
+            change()
+        for _, then in writes:
+            if then is not None:
+                then()
 
     def wipe(self) -> None:
         """The disk is lost."""
@@ -227,10 +229,9 @@ class Node:
         self.up = self.stopped = False
         self.life += 1
         self._backlog.clear()
-        for change in self._writes[: self.rng.randint(0, len(self._writes))]:
+        for change, _ in self._writes[: self.rng.randint(0, len(self._writes))]:
             change()
         self._writes.clear()
-        self._synced_s = 0.0
         if wipes:
             self.world.counts["disks lost"] += 1
             self.wiped = True

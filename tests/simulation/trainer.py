@@ -235,7 +235,6 @@ class Trainer(Candidate):
             self.rows[group.digest].state, self.rows[group.digest].step = "trained", step - 1
             self.trained.append((group.digest, step - 1))
         self.steps = step
-        self.world.stepped(step)
 
     def idle(self, outcome: str) -> None:
         self.intake.settle(outcome)

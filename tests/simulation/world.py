@@ -93,7 +93,7 @@ class Plan:
             max_lag=rng.randint(max(0, publish_every - 1), 3),  # below, no group could make the second step
             publish_every=publish_every,
             batch_groups=max(4, num_peers // 12),
-            lease_s=rng.choice((6.0, 8.0, 10.0)),
+            lease_s=rng.choice((8.0, 10.0)),
             num_guides=num_guides,
             loss=loss,
             twice=rng.uniform(0.0, 0.2),
@@ -110,11 +110,10 @@ class Plan:
 
     @property
     def patience_s(self) -> float:
-        """L1: two lease times, for leases of 10 s and more; a search around a dead node takes 3 s however short the
-        lease is. Without gossip, news of a leader takes a read of the DHT and two beats more."""
-        return (
-            self.lease_s + max(self.lease_s, 10.0) + (self.lease_s / 4 + 2 * BEAT_S if self.gossip_loss == 1.0 else 0.0)
-        )
+        """L1: two lease times of the default lease. What a shorter one does not shorten is a search of the DHT around a
+        dead node that does not even refuse: 3 s. Without gossip, news of a leader takes a read and two beats more."""
+        silent_s = 3.0 if self.dead_is_silent or self.blow == "stopped" else 0.0
+        return self.lease_s + 10.0 + silent_s + (self.lease_s / 4 + 2 * BEAT_S if self.gossip_loss == 1.0 else 0.0)
 
     @property
     def struck_s(self) -> float:
