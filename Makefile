@@ -35,6 +35,9 @@ test: lint
 slow: setup
 	ECHO_SWARM_RUNS=50 $(BIN)/python -m pytest -q tests/test_node.py tests/test_simulation.py
 
+storm: setup
+	$(BIN)/python -m tests.simulation storm
+
 bench: setup
 	$(BIN)/python -m benchmarks.all
 

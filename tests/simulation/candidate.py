@@ -22,6 +22,7 @@ from protocols.election import (
     Heard,
     Lead,
     Obeyed,
+    Phase,
     Put,
     Read,
     ReadBack,
@@ -120,6 +121,7 @@ class Candidate(Member):
         self.election = self.parts.election(RUN, self.peer_id, config, self.steady_s)
         self.view = None
         self.led_term = self.number = 0
+        self.claimed_s = 0.0
         self._wake = 0
         self._until_ms = 0
         self.every(BEAT_S, self.coordinate)
@@ -151,6 +153,8 @@ class Candidate(Member):
     def act(self, action: Action) -> None:
         match action:
             case Put():
+                if self.election is not None and self.election.phase is Phase.CLAIMING:
+                    self.claimed_s = self.world.now_s
                 self.put(action, lambda ok: self.drive(Stored(ok)))
             case Read():
                 self.read(lambda claims: self.drive(ReadBack(claims)))

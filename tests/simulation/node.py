@@ -268,6 +268,8 @@ class Node:
         if self.life != life:
             return
         self.stopped = False
+        if self.may_lead and not self.world.calm:
+            self.world.dht_trouble_s = self.world.now_s
         backlog, self._backlog = self._backlog, []
         for at_life, action, args in backlog:
             if at_life == self.life:
@@ -277,6 +279,8 @@ class Node:
         """A new process on the old disk."""
         if not self.up and not self.gone:
             self.up = True
+            if self.may_lead and not self.world.calm:
+                self.world.dht_trouble_s = self.world.now_s  # its records are gone
             self.start()
 
     def start(self) -> None:
