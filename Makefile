@@ -1,6 +1,7 @@
 # make setup   install into .venv              make demo    a whole swarm on this machine, about a minute
 # make test    lint, types, all tests          make bench   figures beside their yardsticks (docs/benchmarks.md)
 # make slow    the long versions of tests      make matrix  install beside other packages (case B110)
+# make storm   the simulator on 1,000 seeds of 50 peers and 20 of 1,000: half an hour
 # make kills   kill the coordinator twenty times    make clean   remove what the others made
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # One thread a process: the peers of a simulation share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint slow bench kills matrix clean
+.PHONY: setup demo test lint slow storm bench kills matrix clean
 
 setup: $(VENV)/.installed
 
