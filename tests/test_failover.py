@@ -62,46 +62,49 @@ def first_step(swarm: Electorate, trainer: Member) -> float:
 
 
 def test_b44_b43_a_trainer_comes_back_to_workers_of_any_version_and_all_go_home(swarm: Electorate) -> None:
-    # Goal: after a restart nobody waits for anybody for ever; at the end nobody stays, whether they heard of it or not.
+    # Goal: after a restart nobody waits for anybody for ever, nor at the end, whether they heard of it or not.
     # Method: max_lag 0, so that nothing older than the head is of use. The trainer dies with v7 announced to nobody
     # (workers at v6), with all at v9, and at v11 with nobody left but a peer that has an empty home.
-    arguments = ("--max-lag", "0", "--patience", "12", "--steps", "13")
+    arguments = ("--max-lag", "0", "--steps", "13")
     swarm.start_all(2, *arguments, "--crash", "before-announce:7")
     begin = swarm.trainer.arguments[:-2]
-    first, sleeper = swarm.workers
+    first, second = swarm.workers
 
     assert swarm.trainer.wait() == -9
     assert max(event["version"] for event in first.events("adapter")) == 6
     swarm.trainer = swarm.start("trainer", *begin, "--crash", "after-step:10")
-    assert first_step(swarm, swarm.trainer) < RESTARTED_S
+    taken_s = [first_step(swarm, swarm.trainer)]
     assert first.wait_for_event("adapter", version=7)["t"] < swarm.trainer.wait_for_event("step", step=8)["t"]
 
     assert swarm.trainer.wait() == -9
     first.wait_for_event("adapter", version=9)
     swarm.trainer = swarm.start("trainer", *begin, "--crash", "after-step:12")
-    assert first_step(swarm, swarm.trainer) < RESTARTED_S
+    taken_s.append(first_step(swarm, swarm.trainer))
 
     assert swarm.trainer.wait() == -9
-    first.kill(signal.SIGTERM)
-    assert first.wait() == 0
-    sleeper.pause()
+    for worker in (first, second):
+        worker.kill(signal.SIGTERM)
+        assert worker.wait(EXIT_S) == 0
+    impatient = swarm.start("impatient", *arguments, "--patience", "5")
     swarm.workers = [swarm.start("empty", *arguments)]
+    assert impatient.wait() == 1, "who has not heard of the end goes by itself"
+    assert impatient.lines()[-1].startswith("error trainer gone")
+    silent_s = time.time() - impatient.started_s
+    assert silent_s > 5
     swarm.trainer = swarm.start("trainer", *begin)
     swarm.workers[0].wait_for("ready")
-    assert first_step(swarm, swarm.trainer) < RESTARTED_S
+    taken_s.append(first_step(swarm, swarm.trainer))
+    assert max(taken_s) < RESTARTED_S
 
     over_s = swarm.trainer.wait_for_event("step", step=13)["t"]
     assert swarm.trainer.wait(30) == 0
     assert swarm.workers[0].wait(30) == 0
-    assert time.time() - over_s < 30
+    gone_s = time.time() - over_s
+    assert gone_s < 30
+    print(f"ready to next step: {taken_s} s; all gone {gone_s:.1f} s after the last, trainer gone: {silent_s:.1f} s")
     for peer in swarm.alive:
         peer.kill(signal.SIGTERM)
         assert peer.wait(EXIT_S) == 0
-    woken_s = time.time()
-    sleeper.resume()
-    assert sleeper.wait(12 + 3 * BEAT_S) == 1
-    assert "error trainer gone" in sleeper.lines()[-1]
-    assert time.time() - woken_s > 12 - 3 * BEAT_S, "it must listen before it goes: it has slept, not waited"
     report = audit((swarm.folder / "trainer" / "ledger.echo").read_bytes())
     assert (report.problems, report.head, report.ended, report.histogram) == ([], 13, True, {0: 13 * 4})
 
