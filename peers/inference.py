@@ -474,6 +474,8 @@ class InferencePeer:
         batch = RolloutBatch(self.options.run, tuple(_group_decoder.decode(body) for body in bodies))
         envelope = seal(self.node.identity.key, batch).raw
         try:
+            if trainer in self.follower.heartbeats.lost_targets and trainer not in await self.node.host.peers():
+                raise TransportFault("unreachable", "the trainer does not answer; its next heartbeat brings us back")
             reply = await self.node.ask(trainer, PushRollouts(envelope), PUSH_TIMEOUT_S)
             match reply:
                 case Envelopes((raw,)):

@@ -194,10 +194,12 @@ class Directory:
         here = False
         if nearest.pop(self._node.node_id, None) is not None and not protocol.client_mode:
             here = protocol.storage.store(key_id, record.value, record.expiration_time, subkey=subkey)
+        # Whoever has just not answered the search would hold up the others: two limits in a row are a short lease.
+        answering = [peer for peer in nearest.values() if peer not in self._node.blacklist]
         answers = await asyncio.gather(
             *(
                 protocol.call_store(peer, [key_id], [record.value], record.expiration_time, subkeys=[subkey])
-                for peer in nearest.values()
+                for peer in answering or nearest.values()
             )
         )
         return any(answer and answer[0] for answer in answers) if answers else bool(here)

@@ -163,6 +163,8 @@ class Host:
         target = p2pd_pb2.ConnectRequest(
             peer=_peer(peer_id).to_bytes(), addrs=[dial.to_bytes()], timeout=math.ceil(limit_s)
         )
+        if peer_id not in await self.peers():  # then p2pd does not dial
+            await _knock(address, limit_s)
         try:
             await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=target), limit_s, address)
         except TransportFault as fault:
@@ -374,6 +376,29 @@ def _fault_of(text: str, about: str) -> TransportFault:
         reason = "no usable address: the name does not resolve, or p2pd does not speak this transport"
     code = next((code for words, code in _DIAL_TEXTS if words in reason), "unreachable")
     return TransportFault(code, f"{about}: {reason.strip()[:300]}")
+
+
+async def _knock(address: str, limit_s: float) -> None:
+    """See whether anybody listens at a TCP address. Raises TransportFault; says nothing of other transports.
+
+    p2pd dials an address where it failed n times only after 5 + n^2 s, at last 5 minutes, whatever happens meanwhile:
+    after an hour without its network a laptop would be back minutes late. So p2pd dials only where somebody listens.
+    """
+    match address.strip().strip("/").split("/"):
+        case [("ip4" | "ip6" | "dns" | "dns4" | "dns6") as kind, name, "tcp", port, "p2p", _]:
+            family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(kind[-1], socket.AF_UNSPEC)
+        case _:
+            return
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(name, int(port), family=family)
+    except TimeoutError as error:
+        raise TransportFault("timeout", f"{address}: no answer in {limit_s:g} s") from error
+    except ConnectionRefusedError as error:
+        raise TransportFault("refused", f"{address}: connection refused") from error
+    except OSError as error:
+        raise TransportFault("unreachable", f"{address}: {error}") from error
+    writer.close()
 
 
 def _require_free_port(address: str) -> None:

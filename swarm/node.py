@@ -334,8 +334,19 @@ class Node:
                         shown[door, reason] = count
                         self.metrics.emit("refused", door=door, reason=reason, count=count)
             now_s = time.monotonic()
-            for peer_id in [p for p, seen in self.neighbours.items() if now_s - seen.heard_s > 10 * SILENT_S]:
-                del self.neighbours[peer_id]
+            for peer_id, seen in list(self.neighbours.items()):
+                silent_s = now_s - seen.heard_s
+                if SILENT_S <= silent_s < SILENT_S + BEAT_S:
+                    await self._give_up_connection(peer_id)
+                elif silent_s > 10 * SILENT_S:
+                    del self.neighbours[peer_id]
+
+    async def _give_up_connection(self, peer_id: str) -> None:
+        """A neighbour is silent: it may long be back on a new connection, while libp2p still talks on the old one."""
+        try:
+            await self.host.disconnect(peer_id)
+        except (TransportFault, PeerFault) as fault:
+            log.info("could not disconnect %s: %s", short(peer_id), fault)
 
     def _doors(self) -> dict[str, Counter[str]]:
         doors = {"request": self.host.refusals, "dht": self.directory.refusals, "blob": self.exchange.refusals}
