@@ -16,12 +16,13 @@ blows: the storm's end, the coordinator's, and that of most inference peers.
 from collections import Counter
 from dataclasses import dataclass
 
+from protocols.envelopes import seal
 from tests.simulation.candidate import Candidate, Hostile
 from tests.simulation.checks import check_end, check_growth, check_heads, check_leader, l2_s
-from tests.simulation.node import Parts, sealed_manifest
+from tests.simulation.node import Parts
 from tests.simulation.producer import Producer
 from tests.simulation.trainer import Row, Trainer
-from tests.simulation.world import STORM_S, TRAINER, Plan, World, key_of
+from tests.simulation.world import OWNER, STORM_S, TRAINER, Plan, World, key_of
 
 __all__ = ["Candidate", "Parts", "Plan", "Producer", "Result", "Row", "Swarm", "Trainer", "simulate"]
 
@@ -39,7 +40,7 @@ class Swarm(World):
         self.producers = [(parts.producer or Producer)(self, key_of(f"peer {at}"), parts) for at in range(count)]
         for producer in rng.sample(self.producers, min(plan.num_liars, count - 2)):
             producer.honest = False
-        self.manifest = sealed_manifest(plan.manifest(guide.peer_id for guide in self.guides))
+        self.manifest = seal(OWNER, plan.manifest(guide.peer_id for guide in self.guides))
         self.candidates: list[Candidate] = [self.trainer, *self.guides]
         stores = [node.peer_id for node in (*self.candidates, *self.producers[:2])]
         names = [guide.peer_id for guide in self.guides]

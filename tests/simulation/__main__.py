@@ -45,6 +45,8 @@ def storm(title: str, jobs: Iterable[tuple[int, int]], processes: int) -> bool:
     with ProcessPoolExecutor(processes) as pool:
         for outcome in pool.map(attempt, jobs):
             num_seeds += 1
+            if num_seeds % 100 == 0:
+                print(f"{title}: {num_seeds} seeds, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
             if isinstance(outcome, str):
                 failed.append(outcome)
                 print(outcome, flush=True)

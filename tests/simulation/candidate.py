@@ -5,6 +5,7 @@ hold that answer, a node that does not answer is left out for a while, and any o
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,7 +98,7 @@ class Directory:
             if peer_id == node.peer_id:
                 node.after(0.001, lambda: answered(node.peer_id, node.on_dht(node.peer_id, body)))
             else:
-                node.ask(peer_id, "dht", body, lambda answer, peer_id=peer_id: answered(peer_id, answer))
+                node.ask(peer_id, "dht", body, partial(answered, peer_id))
         if not asked:
             node.after(0.001, done, [])
 

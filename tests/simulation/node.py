@@ -42,7 +42,7 @@ from protocols.orders import Orders
 from protocols.policy import Chain, Equivocation, Extended, Gap
 from protocols.presence import BEAT_S, SILENT_S, Sessions
 from protocols.rounds import Round
-from tests.simulation.world import CALL_S, OWNER, RUN, STORM_S, TRAINER_ID, WALL_EPOCH_S, World
+from tests.simulation.world import CALL_S, RUN, STORM_S, TRAINER_ID, WALL_EPOCH_S, World
 
 if TYPE_CHECKING:
     from tests.simulation.producer import Producer
@@ -139,13 +139,13 @@ class Node:
         self.honest = True
         self.wiped = False
         """Lost its disk at least once."""
-        self._backlog: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = []
+        self._backlog: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []
         # Anybody may be 3 s off the bootstrap peers (protocols/directory.py), and tick a little fast or slow.
         self.skew_s = self.rng.uniform(-2.5, 2.5)
         self.tick = 1 + self.rng.uniform(-2e-4, 2e-4)
         self.boot_s = self.rng.uniform(0.0, 1e5)
         self.sync_s = self.rng.choice((0.02, 0.1, 0.4))
-        self._writes: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
+        self._writes: list[tuple[Callable[[], Any], Callable[[], Any] | None]] = []
         world.all.append(self)
         world.nodes[self.peer_id] = self
 
@@ -166,14 +166,14 @@ class Node:
 
     # ------------------------------------------------------------------ time
 
-    def do(self, action: Callable[..., None], *args: Any) -> None:
+    def do(self, action: Callable[..., Any], *args: Any) -> None:
         """Now, or when this node goes on."""
         if self.stopped:
             self._backlog.append((self.life, action, args))
         else:
             action(*args)
 
-    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+    def after(self, delay_s: float, action: Callable[..., Any], *args: Any) -> None:
         """Later, in this life only."""
         self.world.after(delay_s, self, action, *args)
 
@@ -199,7 +199,7 @@ class Node:
 
     # ------------------------------------------------------------------ disk
 
-    def commit(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+    def commit(self, change: Callable[[], Any], then: Callable[[], Any] | None = None) -> None:
         """One transaction: durable at the disk's next flush, in order; then `then`."""
         self._writes.append((change, then))
         if len(self._writes) == 1:
@@ -291,7 +291,7 @@ class Node:
 
     # ------------------------------------------------------------------ doors
 
-    def guarded(self, action: Callable[..., None], *args: Any) -> bool:
+    def guarded(self, action: Callable[..., Any], *args: Any) -> bool:
         """The receive loop: a fault of the peer is counted, anything else is a bug and ends the test (S7)."""
         try:
             action(*args)
@@ -615,8 +615,3 @@ class Member(Node):
                 self.catch_up(source, 0)
 
         self.request(source, ChainRequest(RUN, first), answered)
-
-
-def sealed_manifest(manifest: Any) -> Sealed[Any]:
-    """Signed by the owner."""
-    return seal(OWNER, manifest)

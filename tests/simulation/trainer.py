@@ -20,6 +20,7 @@ from protocols.messages import (
     AdapterRef,
     Announcement,
     Envelopes,
+    GroupReceipt,
     Heartbeat,
     HeartbeatReply,
     PushRollouts,
@@ -117,7 +118,8 @@ class Trainer(Candidate):
             raise PeerFault("run ended")
         groups = sealed.message.groups
         room = self.intake.admit(source, len(groups))
-        receipts, new = [], []
+        receipts: list[GroupReceipt] = []
+        new: list[Queued] = []
         for group in groups:
             receipt = self.intake.offer(source, group, self.steps, self.inspect(group))
             if receipt.outcome == "accepted" and len(new) == room:
@@ -127,10 +129,10 @@ class Trainer(Candidate):
             if receipt.outcome == "accepted":
                 new.append(Queued(receipt.digest, source, group.counter, group.oldest_version, self.steps))
         outcomes = (*receipts, *self.intake.later(source))
-        receipt = self.seal(Receipt(RUN, source, outcomes, self.steps, self.intake.queued))
+        sealed_receipt = self.seal(Receipt(RUN, source, outcomes, self.steps, self.intake.queued))
 
         def answer() -> None:
-            call.reply(encode(Envelopes((receipt.raw,))))
+            call.reply(encode(Envelopes((sealed_receipt.raw,))))
             if new:
                 self.rounds.delivered(source, new)
                 self.begin()
@@ -254,7 +256,7 @@ class Trainer(Candidate):
         self.closed = True
         if self.world.seed % 2 and self.end is None and not self.chain.equivocations:
             end = self.seal(RunEnd(RUN, self.chain.version, self.chain.head_hash, 0))
-            self.commit(lambda: setattr(self, "end", end), lambda: self.chain.finish(end) and None)
+            self.commit(lambda: setattr(self, "end", end), lambda: self.chain.finish(end))
 
     # ------------------------------------------------------------------ versions out
 

@@ -28,6 +28,7 @@ from protocols.presence import BEAT_S
 from protocols.rollouts import GroupRules
 
 if TYPE_CHECKING:
+    from tests.simulation.candidate import Candidate
     from tests.simulation.node import Node
 
 STORM_S = 40.0
@@ -172,6 +173,7 @@ class World:
         self.rng = random.Random(seed)
         self.plan = Plan.draw(seed, self.rng, num_peers)
         self.now_s = 0.0
+        self.manifest: Sealed[Manifest]
         self.nodes: dict[str, Node] = {}
         self.all: list[Node] = []
         self.trace = 0
@@ -182,7 +184,7 @@ class World:
         self.dht_trouble_s = -1e9
         """When last a message between candidates and DHT was lost, late or refused, or a storing node went away."""
         self._cuts: list[Cut] = []
-        self._heap: list[tuple[float, int, Node | None, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Node | None, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._order = 0
 
     @property
@@ -190,12 +192,12 @@ class World:
         """No accident happens any more."""
         return self.now_s >= STORM_S
 
-    def at(self, at_s: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, at_s: float, action: Callable[..., Any], *args: Any) -> None:
         """Something that nobody can prevent."""
         self._order += 1
         heapq.heappush(self._heap, (at_s, self._order, None, 0, action, args))
 
-    def after(self, delay_s: float, node: "Node", action: Callable[..., None], *args: Any) -> None:
+    def after(self, delay_s: float, node: "Node", action: Callable[..., Any], *args: Any) -> None:
         """Something that a node will do, in this life only, and not while it is stopped."""
         self._order += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._order, node, node.life, action, args))
@@ -217,7 +219,7 @@ class World:
         """Is there a way at all?"""
         return not any(source in cut.sources and target in cut.targets for cut in self._cuts)
 
-    def carry(self, source: "Node", target: "Node", kind: str, deliver: Callable[..., None], *args: Any) -> bool:
+    def carry(self, source: "Node", target: "Node", kind: str, deliver: Callable[..., Any], *args: Any) -> bool:
         """Hand over, perhaps twice, perhaps never, in any order. False if it is lost."""
         rng, plan = self.rng, self.plan
         copies = 1
@@ -257,6 +259,16 @@ class World:
         for node in told:
             if node.up:
                 node.do(node.hear, source, raw)
+
+    # ------------------------------------------------------------------ who watches
+
+    def began_to_lead(self, node: "Candidate", term: int) -> None:
+        """A candidate says that it leads."""
+        raise NotImplementedError
+
+    def acts_as_leader(self, node: "Candidate") -> None:
+        """A candidate orders or grants."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ misfortune
 
