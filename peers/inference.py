@@ -483,6 +483,8 @@ class InferencePeer:
                     self.pushed_bytes += len(envelope)
                 case Refused("quarantined"):
                     raise TransportFault("banned", "the trainer refuses this peer: too many invalid rollouts")
+                case Refused("not a trainer"):  # it is starting: its node answers before its queue is open
+                    await asyncio.sleep(FETCH_RETRY_S)
                 case Refused(reason):
                     log.info("trainer refuses: %s", reason)
                     self.outbox.failed(time.monotonic())

@@ -26,7 +26,7 @@ from tests.processes import LEASE_S, Electorate, Member, wait_until
 pytestmark = pytest.mark.e2e
 
 EXIT_S = 5.0  # to leave in good order: a goodbye, a last record, the end of p2pd
-RESTARTED_S = 30.0  # from a trainer that is ready to its next step: a fetch, a load and a batch, on busy cores
+RESTARTED_S = SILENT_S  # from a trainer that is ready to its next step: before anybody is thought to starve
 
 
 @pytest.fixture
