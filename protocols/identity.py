@@ -36,6 +36,7 @@ def peer_id_of(public: bytes) -> str:
     return str(base58.b58encode(_PEER_ID_PREFIX + public), "ascii")
 
 
+@lru_cache(4096)
 def public_of(peer_id: str) -> bytes:
     """The raw public key in a peer id. Raises PeerFault when it is not one of an Ed25519 key."""
     if len(peer_id) != PEER_ID_CHARS:  # first: base58 takes quadratic time

@@ -196,9 +196,13 @@ class Host:
     # ------------------------------------------------------------------ unary calls
 
     async def serve(self, handler: UnaryHandler) -> None:
-        """Answer calls with `handler(request, peer id)`. A PeerFault becomes an error answer and is counted."""
+        """Answer calls with `handler(request, peer id)`. A PeerFault becomes an error answer and is counted.
+
+        libp2p lets in keys of other kinds than ours; their ids have no place in any message, so they are refused here.
+        """
 
         async def handle(request: bytes, remote: PeerID) -> bytes:
+            public_of(str(remote))
             if len(request) > UNARY_BYTES_MAX:
                 raise PeerFault("request too large")
             answer = await handler(request, str(remote))
@@ -396,7 +400,7 @@ async def _knock(address: str, limit_s: float) -> None:
         raise TransportFault("timeout", f"{address}: no answer in {limit_s:g} s") from error
     except ConnectionRefusedError as error:
         raise TransportFault("refused", f"{address}: connection refused") from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name with an empty or a long label has no encoding
         raise TransportFault("unreachable", f"{address}: {error}") from error
     writer.close()
 
