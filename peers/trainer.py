@@ -103,6 +103,7 @@ async def run_trainer(options: TrainerOptions, on_ready: Callable[[list[str]], N
                 await trainer.emit_final()
                 await trainer.follower.candidate.resign()
                 await trainer.follower.heartbeats.say_goodbye()
+                await trainer.rest()
 
 
 class Trainer:
@@ -552,6 +553,10 @@ class Trainer:
         ends = {"trained": "trained", "no_signal": "no_signal", "stale_in_queue": "stale", "unused": "unused"}
         became = {name: now.get(state, 0) - before.get(state, 0) for name, state in ends.items()}
         return door | became | {"resumed": before.get("queued", 0), "queued": now.get("queued", 0)}
+
+    async def rest(self) -> None:
+        """Wait for the step under way, on a loop that hears a second signal meanwhile (case B92)."""
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     def close(self) -> None:
         """Stop the threads and close the files."""
