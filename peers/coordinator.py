@@ -15,6 +15,7 @@ import time
 
 from protocols.coordination import CoordinatorView, Grant
 from protocols.envelopes import seal
+from protocols.faults import PeerFault
 from protocols.identity import short
 from protocols.messages import Directive, Heartbeat, PeerStatus
 from protocols.modes import Switch
@@ -95,7 +96,13 @@ class Coordinator:
         )
         self._number += 1
         sealed = seal(self.node.identity.key, directive)
-        await self.follower.take_directive(sealed)  # we obey like everybody else
+        try:
+            await self.follower.take_directive(sealed)  # we obey like everybody else
+        except (
+            PeerFault
+        ) as fault:  # a new manifest does not name us, or this process slept before this line
+            log.info("our own directive is refused: %s", fault)
+            return
         await self.follower.publish_control(sealed)
 
     def _look_at_ourselves(self, view: CoordinatorView) -> None:

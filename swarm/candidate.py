@@ -71,9 +71,12 @@ class Candidate:
         return self.election is not None and self.election.leads(steady_s())
 
     @property
-    def _eligible(self) -> bool:
+    def _config(self) -> ElectionConfig | None:
+        """How to take part, as the newest manifest says; None: not at all."""
         manifest = self.follower.rules.manifest
-        return manifest is not None and self.node.peer_id in manifest.message.eligible
+        if manifest is None or self.node.peer_id not in manifest.message.eligible or self.follower.ended.is_set():
+            return None
+        return ElectionConfig(lease_s=manifest.message.coordination.lease_s)
 
     def heard(self, sealed: Sealed[Lease]) -> None:
         """A lease came by gossip. Raises PeerFault if it may not be believed."""
@@ -95,10 +98,9 @@ class Candidate:
     async def run(self) -> None:
         """Take part for as long as the manifest makes us eligible and the run goes on."""
         while not self.follower.ended.is_set():
-            if self._eligible:
-                manifest = self.follower.rules.manifest
-                assert manifest is not None
-                await self._take_part(ElectionConfig(lease_s=manifest.message.coordination.lease_s))
+            config = self._config
+            if config is not None:
+                await self._take_part(config)
             await asyncio.sleep(ELIGIBLE_ASK_S)
 
     async def resign(self) -> None:
@@ -120,9 +122,10 @@ class Candidate:
 
     async def _take_part(self, config: ElectionConfig) -> None:
         self.election = election = Election(self.follower.run, self.node.peer_id, config, steady_s())
+        self._events = asyncio.Queue()  # what the last election asked for may have been answered after its end
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(self._read_often(config))
-            while self._eligible and not self.follower.ended.is_set() and self.election is election:
+            while self._config == config and self.election is election:
                 wait_s = max(0.0, election.next_s - steady_s())
                 try:
                     async with asyncio.timeout(min(wait_s, config.renew_s)):

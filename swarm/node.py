@@ -314,9 +314,10 @@ class Node:
     async def _measure_lag(self) -> None:
         """How late the loop wakes up: the delay that every peer's request would meet."""
         while True:
-            lags = []
+            lags: list[float] = []
             until_s = time.monotonic() + LAG_REPORT_S
-            while (before_s := time.monotonic()) < until_s:  # uvloop's own clock counts whole milliseconds
+            while not lags or time.monotonic() < until_s:  # uvloop's own clock counts whole milliseconds
+                before_s = time.monotonic()
                 await asyncio.sleep(LAG_PROBE_S)
                 lags.append(max(0.0, time.monotonic() - before_s - LAG_PROBE_S) * 1000)
             lags.sort()
@@ -338,7 +339,9 @@ class Node:
                 silent_s = now_s - seen.heard_s
                 if SILENT_S <= silent_s < SILENT_S + BEAT_S:
                     await self._give_up_connection(peer_id)
-                elif silent_s > 10 * SILENT_S:
+                elif (
+                    silent_s > 10 * SILENT_S and self.neighbours.get(peer_id) is seen
+                ):  # it may have come back, or left
                     del self.neighbours[peer_id]
 
     async def _give_up_connection(self, peer_id: str) -> None:

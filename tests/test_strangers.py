@@ -1,5 +1,6 @@
 """What anybody with a connection can send to real nodes: none of it ends a process or spoils what others are told."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,16 +10,21 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from peers.coordinator import Coordinator
 from protocols.directory import RecordKey, RecordKind, shard_of
+from protocols.election import Heard, Put
 from protocols.envelopes import seal
 from protocols.faults import PeerFault, TransportFault
+from protocols.identity import peer_id_of
+from protocols.manifest import CoordinationSpec
 from protocols.messages import CapacityAd, Heartbeat, Status, StatusRequest, decode_reply, encode
+from protocols.presence import SILENT_S
 from swarm.host import Host, HostConfig
 from swarm.identity import Identity, load_identity
-from swarm.node import now_ms
+from swarm.node import Neighbour, now_ms
 from tests.hosts import fault_of, hosts, until
 from tests.nodes import Nodes, Running, nodes
-from tests.samples import RUN, STRANGER, STRANGER_ID
+from tests.samples import OTHER_TRAINER_ID, OWNER, RUN, STRANGER, STRANGER_ID, manifest
 
 pytestmark = pytest.mark.network
 
@@ -109,3 +115,88 @@ async def test_a_peer_with_another_kind_of_key_spoils_no_answer(tmp_path: Path) 
         assert isinstance(status, Status)
         assert [row.role for row in status.peers] == ["trainer"]
         assert bootstrap.node.host.refusals["malformed peer id"] == 2
+
+
+# ---------------------------------------------------------------------- neighbours that come and go
+
+
+async def test_a_neighbour_that_leaves_while_another_is_given_up_ends_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To give up a connection takes p2pd's time; meanwhile one that was silent for long says goodbye, or is back.
+    async with nodes(tmp_path) as swarm:
+        bootstrap, _, _ = await small_swarm(swarm)
+        node, given_up = bootstrap.node, []
+        quiet, gone, back = (peer_id_of(bytes([number]) * 32) for number in range(3))
+
+        async def disconnect(peer_id: str) -> None:
+            given_up.append(peer_id)
+            for peer, leaving in ((gone, True), (back, False)):
+                await node._serve(encode(beat_of("inference", leaving=leaving)), peer)
+
+        monkeypatch.setattr(node.host, "disconnect", disconnect)
+        for peer, silent_s in ((quiet, SILENT_S), (gone, 11 * SILENT_S), (back, 11 * SILENT_S)):
+            node.neighbours[peer] = Neighbour(beat_of("inference"), time.monotonic() - silent_s)
+        await until(lambda: quiet in given_up)
+        await until(lambda: given_up.count(quiet) == 1 and gone not in node.neighbours)
+        assert back in node.neighbours
+        assert goes_on(bootstrap)
+
+
+# ---------------------------------------------------------------------- a manifest that changes who may lead
+
+
+async def test_a_coordinator_that_a_new_manifest_does_not_name_steps_down_and_goes_on(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as swarm:
+        _, trainer, _ = await small_swarm(swarm)
+        candidate, rules = trainer.follower.candidate, trainer.follower.rules
+        coordinator = Coordinator(trainer.node, trainer.follower)
+        await until(lambda: candidate.leads, 15.0)
+        assert coordinator.view is not None
+        await coordinator._one_beat(coordinator.view)
+        said = trainer.follower.orders.newest
+        assert said is not None
+        rules.learn(seal(OWNER, manifest(revision=2, trainers=(OTHER_TRAINER_ID,))))
+        await coordinator._one_beat(coordinator.view)
+        assert trainer.follower.orders.coordinator is None
+        await until(lambda: not candidate.leads)
+        assert coordinator.view is None
+        assert goes_on(trainer)
+
+
+async def test_an_answer_that_comes_after_an_election_is_not_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A store is under way when a manifest ends our part in the election; the next manifest lets us in again.
+    async with nodes(tmp_path) as swarm:
+        _, trainer, _ = await small_swarm(swarm)
+        candidate, rules = trainer.follower.candidate, trainer.follower.rules
+        stored, puts = asyncio.Event(), []
+
+        async def put(action: Put) -> bool:
+            puts.append(action)
+            await stored.wait()
+            return True
+
+        monkeypatch.setattr(candidate, "_put", put)
+        await until(lambda: puts, 15.0)
+        first = candidate.election
+        rules.learn(seal(OWNER, manifest(revision=2, trainers=(OTHER_TRAINER_ID,))))
+        candidate._post(Heard(()))
+        await until(lambda: candidate._events.empty())
+        stored.set()
+        await until(lambda: candidate.election is None)
+        rules.learn(seal(OWNER, manifest(revision=3)))
+        await until(lambda: candidate.election is not None and len(puts) > 1, 15.0)
+        assert candidate.election is not first
+        assert goes_on(trainer)
+
+
+async def test_a_new_lease_length_begins_a_new_election(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as swarm:
+        _, trainer, _ = await small_swarm(swarm)
+        candidate, rules = trainer.follower.candidate, trainer.follower.rules
+        await until(lambda: candidate.election is not None)
+        rules.learn(seal(OWNER, manifest(revision=2, coordination=CoordinationSpec(lease_s=60.0))))
+        await until(lambda: candidate.election is not None and candidate.election.config.lease_s == 60.0)
+        assert goes_on(trainer)
