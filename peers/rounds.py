@@ -48,10 +48,18 @@ class Rounds:
         """Open a round for `missing` groups, or look after the one that is open. Called again each second at least."""
         now_s = time.monotonic()
         if self.open is None:
-            self._number = max(self._number + 1, int(time.time()))  # rises over restarts too
-            self.open, self._opened_s = Round(self._number, version, missing), now_s
+            self.open, self._opened_s = self._round(version, missing), now_s
+        elif self.open.stuck(now_s) or (self.open.done and missing > 0):  # some of it was lost, or became too old
+            log.info("round %d is called anew: %d groups are missing", self.open.number, missing)
+            again = self._round(version, missing)
+            again.moved, again.stalled = self.open.moved, self.open.stalled
+            self.open = again
         calls = self.open.peers(self._rates(now_s), now_s)
         self._make(self.open, calls + self.open.tick(now_s))
+
+    def _round(self, version: int, missing: int) -> Round:
+        self._number = max(self._number + 1, int(time.time()))  # rises over restarts too
+        return Round(self._number, version, missing)
 
     def delivered(self, peer_id: str, groups: Sequence[Queued]) -> None:
         """Groups of this peer were accepted."""

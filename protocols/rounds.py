@@ -111,6 +111,15 @@ class Round:
             self.stalled |= stalled
         return self._share(now_s)
 
+    def stuck(self, now_s: float) -> bool:
+        """Everybody who is there stalls, and nobody else could do it: open another round, which asks them anew.
+
+        They may know nothing of their calls any more (restarted within three beats, they were never missed), or have
+        lost what they began (a full disk). A call that is repeated would not say so: it names a total.
+        """
+        able = self._able(now_s)
+        return bool(able) and all(self._is_stalled(worker, now_s) for worker in able.values())
+
     # ------------------------------------------------------------------ sharing out
 
     def _able(self, now_s: float) -> dict[str, _Worker]:

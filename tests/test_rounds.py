@@ -143,6 +143,18 @@ def test_nothing_moves_while_there_is_nobody_else() -> None:
     assert one.stalled == {"a", "b"}
 
 
+def test_a_round_is_stuck_when_everybody_stalls_and_nobody_else_is_there() -> None:
+    one, _ = opened(4, {"a": 1.0, "b": 1.0})
+    assert not one.stuck(STALL_MIN_S - 0.1)
+    assert one.stuck(STALL_MIN_S)
+    one.delivered("b", 1, STALL_MIN_S)
+    assert not one.stuck(STALL_MIN_S), "b goes on"
+    one.delivered("b", 1, STALL_MIN_S + 1)
+    assert not one.stuck(10 * STALL_MIN_S), "b owes nothing: what a owes moves to it"
+    one.peers({}, 10 * STALL_MIN_S)
+    assert not one.stuck(20 * STALL_MIN_S), "there is nobody to ask anew"
+
+
 def test_a_slow_peer_gets_the_time_that_its_own_rate_promises() -> None:
     one, calls = opened(10, {"slow": 0.1, "b": 0.1})
     assert calls == {"slow": 5, "b": 5}
