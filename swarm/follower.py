@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -39,6 +39,7 @@ from protocols.messages import (
     Refused,
     RunEnd,
     Status,
+    encode,
 )
 from protocols.orders import Orders
 from protocols.policy import Chain, Equivocation, Extended, Gap
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a burst
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
+STATUS_BYTES_MAX = UNARY_BYTES_MAX - 4096  # of its rows; the rest is for the run's own fields
 # Faults that say nothing against whoever we talk to: relays of a forked chain, peers that are merely busy, and words of
 # a candidate that a cut cable held back, which arrive by the dozen when it is mended.
 INNOCENT = frozenset({"equivocating trainer", "remote error", "old directive", "bad expiry"})
@@ -470,7 +472,8 @@ class Follower:
                 for peer_id, seen in self.node.neighbours.items()
                 if seen.beat.run == self.run
             ]
-        trainer = next((row for row in rows if row.role == "trainer"), None)
+        trainer = next((row for row in rows if row.peer_id in self.manifest.trainers), None)
+        shown = _fitting(self._described(row) for row in rows[:STATUS_PEERS_MAX])
         step, queued = self.progress()
         if step is None:
             step, queued = self._trainer_progress()
@@ -491,8 +494,8 @@ class Follower:
             vacant_s=round(now_s - (orders.heard_s or self.started_s), 1) if alone else None,
             accepted=trainer.accepted if trainer is not None else None,
             stale=trainer.stale if trainer is not None else None,
-            peers=tuple(self._described(row) for row in rows[:STATUS_PEERS_MAX]),
-            left_out=max(0, len(rows) - STATUS_PEERS_MAX),
+            peers=shown,
+            left_out=len(rows) - len(shown),
         )
 
     def _trainer_progress(self) -> Progress:
@@ -524,6 +527,17 @@ class Follower:
                 PeerFault,
             ) as error:  # libp2p lets other kinds of key in, whose ids are none of ours
                 log.info("could not disconnect %s: %s", short(peer_id), error)
+
+
+def _fitting(rows: Iterable[PeerStatus]) -> tuple[PeerStatus, ...]:
+    """Those that fit into one answer; labels are the peers' own words, and may be long."""
+    fitting, num_bytes = [], 0
+    for row in rows:
+        num_bytes += len(encode(row))
+        if num_bytes > STATUS_BYTES_MAX:
+            break
+        fitting.append(row)
+    return tuple(fitting)
 
 
 def _is(known: Sealed[Announcement] | None, raw: bytes) -> bool:

@@ -10,6 +10,7 @@ own loops in the same task group, so a crash of any of them ends the process and
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from protocols.messages import (
     Reply,
     Request,
     RoundCall,
+    Status,
     StatusRequest,
     Verdict,
     decode_reply,
@@ -59,6 +61,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 8.0  # a TCP and a TLS handshake across the world take 1 s; a black hole must not cost a minute
 # Refusals of honest neighbours: records of another run of the same swarm, and of one whose manifest is on its way.
 UNREMARKABLE = {("dht", "unknown key"), ("dht", "no manifest yet")}
+STATUS_LIFE_S = 0.5  # anybody may ask at any rate, and an answer costs 20 ms when ten thousand have sent a heartbeat
 LAG_PROBE_S = 0.02
 LAG_REPORT_S = 5.0
 
@@ -105,6 +108,8 @@ class Node:
         self.sessions = Sessions()
         self.neighbours: dict[str, Neighbour] = {}
         self.followers: dict[str, Follower] = {}
+        self._statuses: dict[str, tuple[float, Status | None]] = {}
+        """The last answer of each run, and when it was made."""
         self.bootstraps: dict[str, str] = {}
         """Bootstrap addresses that answered, and their peer ids."""
         self.on_push: PushHandler | None = None
@@ -296,7 +301,11 @@ class Node:
         follower = self.followers.get(run)
         if follower is None:
             return Refused("unknown run")
-        status = follower.status(time.monotonic(), now_ms())
+        now_s = time.monotonic()
+        made_s, status = self._statuses.get(run, (-math.inf, None))
+        if status is None or now_s - made_s >= STATUS_LIFE_S:
+            status = follower.status(now_s, now_ms())
+            self._statuses[run] = (now_s, status)
         return Refused("no manifest yet") if status is None else status
 
     # ------------------------------------------------------------------ loops

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from msgspec import structs
 
 from peers.coordinator import Coordinator
 from protocols.directory import RecordKey, RecordKind, shard_of
 from protocols.election import Heard, Put
-from protocols.envelopes import seal
+from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.manifest import CoordinationSpec
@@ -21,10 +22,10 @@ from protocols.messages import CapacityAd, Heartbeat, Status, StatusRequest, dec
 from protocols.presence import SILENT_S
 from swarm.host import Host, HostConfig
 from swarm.identity import Identity, load_identity
-from swarm.node import Neighbour, now_ms
+from swarm.node import STATUS_LIFE_S, Neighbour, now_ms
 from tests.hosts import fault_of, hosts, until
 from tests.nodes import Nodes, Running, nodes
-from tests.samples import OTHER_TRAINER_ID, OWNER, RUN, STRANGER, STRANGER_ID, manifest
+from tests.samples import OTHER_TRAINER_ID, OWNER, RUN, STRANGER, STRANGER_ID, TRAINER_ID, manifest
 
 pytestmark = pytest.mark.network
 
@@ -115,6 +116,49 @@ async def test_a_peer_with_another_kind_of_key_spoils_no_answer(tmp_path: Path) 
         assert isinstance(status, Status)
         assert [row.role for row in status.peers] == ["trainer"]
         assert bootstrap.node.host.refusals["malformed peer id"] == 2
+
+
+# ---------------------------------------------------------------------- status
+
+
+async def test_a_crowd_of_strangers_neither_empties_nor_falsifies_a_status(tmp_path: Path) -> None:
+    # A thousand made-up peers with the longest labels there are say that they are trainers, and know everything.
+    words, most = "\N{GRINNING FACE}" * 128, 2**32 - 1
+    beat = encode(beat_of("trainer", accepted=most, stale=most, step=most, started=most, in_flight=most, outbox=most))
+    async with nodes(tmp_path) as swarm:
+        bootstrap, _, _ = await small_swarm(swarm)
+        await until(lambda: TRAINER_ID in bootstrap.node.neighbours)
+        node, ads = bootstrap.node, bootstrap.follower.neighbourhood.ads
+        trainers_own = node.neighbours.pop(TRAINER_ID)  # comes last
+        for number in range(1000):
+            peer = peer_id_of(number.to_bytes(32, "big"))
+            await node._serve(beat, peer)
+            ad = CapacityAd(run=RUN, session=bytes(16), role="trainer", issued_ms=1, engine=words, device=words)
+            ads[peer] = Sealed(peer, ad, b"", b"")
+        node.neighbours[TRAINER_ID] = Neighbour(
+            structs.replace(trainers_own.beat, accepted=3, stale=1, step=2), time.monotonic()
+        )
+        status = decode_reply(await node._serve(encode(StatusRequest(RUN)), STRANGER_ID))
+        assert isinstance(status, Status)
+        assert (status.accepted, status.stale, status.step) == (3, 1, 2)
+        assert len(status.peers) > 800
+        assert status.left_out == 1001 - len(status.peers)
+        assert goes_on(bootstrap)
+
+
+async def test_a_flood_of_questions_is_answered_from_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nodes(tmp_path) as swarm:
+        bootstrap, _, _ = await small_swarm(swarm)
+        looks, real = [], bootstrap.follower.status
+
+        def status(now_s: float, now_ms: int) -> Status | None:
+            looks.append(now_s)
+            return real(now_s, now_ms)
+
+        monkeypatch.setattr(bootstrap.follower, "status", status)
+        began_s = time.monotonic()
+        answers = {await bootstrap.node._serve(encode(StatusRequest(RUN)), STRANGER_ID) for _ in range(200)}
+        assert len(answers) == len(looks) <= (time.monotonic() - began_s) / STATUS_LIFE_S + 1
 
 
 # ---------------------------------------------------------------------- neighbours that come and go
