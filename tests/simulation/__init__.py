@@ -141,8 +141,9 @@ class Result:
     counts: Counter[str]
     trace: int
     equivocations: int = 0
-    failover: float = 0.0
-    """From the coordinator's blow until the next one leads, in lease times."""
+    failover_s: float = 0.0
+    """From the coordinator's blow until the next one leads."""
+    plan: Plan | None = None
 
 
 def simulate(seed: int, parts: Parts | None = None, num_peers: int = 8) -> Result:
@@ -158,6 +159,5 @@ def simulate(seed: int, parts: Parts | None = None, num_peers: int = 8) -> Resul
     except Exception as error:
         raise AssertionError(f"S7: {type(error).__name__}: {error} (at {swarm.now_s:.2f} s); {replay}") from error
     states = Counter(row.state for row in swarm.trainer.rows.values())
-    failover = swarm.failover_s / swarm.plan.lease_s
     proofs = sum(len(node.chain.equivocations) for node in swarm.all if hasattr(node, "chain"))
-    return Result(swarm.trainer.steps, states, swarm.counts, swarm.trace, proofs, failover)
+    return Result(swarm.trainer.steps, states, swarm.counts, swarm.trace, proofs, swarm.failover_s, swarm.plan)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation import Result, simulate
+from tests.simulation import Plan, Result, simulate
 
 PROCESSES = 2
 SHOWN = (
@@ -35,12 +35,21 @@ def attempt(job: tuple[int, int]) -> Result | str:
         return str(error)
 
 
+def conditions(plan: Plan) -> str:
+    """What the time of a failover depends on."""
+    silent = plan.dead_is_silent or plan.blow == "stopped"
+    return (
+        f"lease {plan.lease_s:g} s, dead nodes {'silent' if silent else 'refuse'}, "
+        f"{'no gossip' if plan.gossip_loss == 1.0 else 'gossip'}"
+    )
+
+
 def storm(title: str, jobs: Iterable[tuple[int, int]], processes: int) -> bool:
     """All of these seeds; False if one has failed."""
     begun_s = time.monotonic()
     total: Counter[str] = Counter()
     failed: list[str] = []
-    failovers: list[float] = []
+    failovers: dict[str, list[float]] = {}
     num_seeds = 0
     with ProcessPoolExecutor(processes) as pool:
         for outcome in pool.map(attempt, jobs):
@@ -54,12 +63,17 @@ def storm(title: str, jobs: Iterable[tuple[int, int]], processes: int) -> bool:
             total.update(outcome.counts)
             total.update({f"groups {state}": count for state, count in outcome.states.items()})
             total["steps"] += outcome.steps
-            failovers.append(outcome.failover)
+            assert outcome.plan is not None
+            failovers.setdefault(conditions(outcome.plan), []).append(outcome.failover_s / outcome.plan.lease_s)
     print(f"{title}: {num_seeds} seeds in {time.monotonic() - begun_s:.0f} s, {len(failed)} failed")
-    failovers.sort()
-    if failovers:
-        half, most = failovers[len(failovers) // 2], failovers[-1]
-        print(f"    {'failovers, in lease times':30} p50 {half:.2f}, max {most:.2f}")
+    for where, times in sorted(failovers.items()):
+        times.sort()
+        over = sum(time > 2 for time in times)
+        print(
+            f"    failovers, {where}: {len(times)}, p50 {times[len(times) // 2]:.2f}, max {times[-1]:.2f} lease times",
+            end="",
+        )
+        print(f", {over} over two")
     for name in ("steps", *SHOWN, *(f"groups {state}" for state in ("trained", "no_signal", "stale", "queued"))):
         print(f"    {name:30} {total[name]}")
     return not failed
