@@ -36,7 +36,10 @@ PUT_TIMEOUT_S = 10.0  # a search of a few hops, of which some time out, then the
 GET_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0  # asks p2pd to forget three handlers
-SILENT_S = 5.0  # a node that did not answer is left out of searches for so long; no longer, as it may be restarted
+PROMPT_S = 0.5  # within it all replicas of a healthy swarm have answered; then one is enough
+# A node that did not answer is left out of searches for so long, or until it is heard of: one that was restarted asks
+# its neighbours at once. In a swarm that is cut in two a search waits for the others' half once in so long.
+SILENT_S = 30.0
 OUTDATED = frozenset({"old head", "old manifest"})  # what a replica holds for a moment after a newer one: no offence
 _PLAIN = msgspec.msgpack.encode(None)  # the subkey bytes of a record without subkey
 
@@ -100,6 +103,7 @@ class Directory:
         self._host = host
         self._node = node
         self._validator = validator
+        self._storing: set[asyncio.Task[list[bool] | None]] = set()
 
     @classmethod
     async def start(
@@ -135,6 +139,7 @@ class Directory:
             strict=False,
         )
         validator.storage = node.protocol.storage
+        node.protocol.heard = node.blacklist.register_success
         self = cls(host, node, validator)
         await asyncio.gather(*(self._join(peer) for peer in initial_peers))
         return self
@@ -194,15 +199,25 @@ class Directory:
         here = False
         if nearest.pop(self._node.node_id, None) is not None and not protocol.client_mode:
             here = protocol.storage.store(key_id, record.value, record.expiration_time, subkey=subkey)
-        # Whoever has just not answered the search would hold up the others: two limits in a row are a short lease.
-        answering = [peer for peer in nearest.values() if peer not in self._node.blacklist]
-        answers = await asyncio.gather(
-            *(
+        if not nearest:
+            return bool(here)
+        stores = {
+            asyncio.create_task(
                 protocol.call_store(peer, [key_id], [record.value], record.expiration_time, subkeys=[subkey])
-                for peer in answering or nearest.values()
             )
-        )
-        return any(answer and answer[0] for answer in answers) if answers else bool(here)
+            for peer in nearest.values()
+        }
+        self._storing |= stores
+        for store in stores:
+            store.add_done_callback(self._storing.discard)
+        # Who does not answer holds up nobody: two limits in a row, of the search and of this, are a whole short lease.
+        prompt, late = await asyncio.wait(stores, timeout=PROMPT_S)
+        if any(_held(store.result()) for store in prompt):
+            return True
+        for answer in asyncio.as_completed(late):
+            if _held(await answer):
+                return True
+        return False
 
     async def get(self, key: RecordKey, timeout_s: float = GET_TIMEOUT_S) -> dict[str | None, bytes]:
         """Envelopes by subkey (None: the plain record); empty when nobody has one. Raises TransportFault 'timeout'."""
@@ -224,6 +239,8 @@ class Directory:
 
     async def close(self) -> None:
         """Leave. Bounded; our records stay with the others until they expire."""
+        for store in self._storing:
+            store.cancel()
         with suppress(TransportFault):  # p2pd is gone: nothing to unregister from
             await _within(CLOSE_TIMEOUT_S, self._node.shutdown(), "close")
 
@@ -234,6 +251,11 @@ async def _within(timeout_s: float, work: Awaitable[T], what: str) -> T:
             return await work
     except TimeoutError as error:
         raise TransportFault("timeout", f"{what}: not done in {timeout_s:g} s") from error
+
+
+def _held(answers: list[bool] | None) -> bool:
+    """Did a node take the one record of a store?"""
+    return bool(answers and answers[0])
 
 
 def _key_id(key: RecordKey) -> DHTID:

@@ -95,6 +95,14 @@ def node_id_of(peer_id: PeerID) -> DHTID:
 class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
     """hivemind's, with every request and every answer bounded before it is read."""
 
+    heard: Callable[[PeerID], None] = staticmethod(lambda peer_id: None)
+    """Called with each node that answers us or asks us something."""
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        if responded:
+            self.heard(peer_id)
+        await super().update_routing_table(node_id, peer_id, responded)
+
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         _check_node(request.peer, context.remote_id)
         return await super().rpc_ping(request, context)
