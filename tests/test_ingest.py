@@ -415,7 +415,7 @@ class Producer:
             manifest=manifest(trainers=(TRAINER_ID,)),
             refusals=Counter(),
             changed=asyncio.Condition(),
-            heartbeats=SimpleNamespace(trainer_said=trainer_said, hurry=lambda: None),
+            heartbeats=SimpleNamespace(trainer_said=trainer_said, hurry=lambda: None, lost_targets={}),
         )
         self.follower = follower
 
@@ -458,7 +458,7 @@ async def wired(door: Door, tmp_path: Path) -> AsyncIterator[tuple[Door, Produce
 
     producer = Producer(tmp_path, wire)
     yield door, producer, losses
-    producer.peer.close()
+    await producer.peer.aclose()
     producer.store.close()
 
 
