@@ -59,9 +59,10 @@ CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a b
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
 STATUS_BYTES_MAX = UNARY_BYTES_MAX - 4096  # of its rows; the rest is for the run's own fields
-# Faults that say nothing against whoever we talk to: relays of a forked chain, peers that are merely busy, and words of
-# a candidate that a cut cable held back, which arrive by the dozen when it is mended.
-INNOCENT = frozenset({"equivocating trainer", "remote error", "old directive", "bad expiry"})
+# Faults that say nothing against whoever we talk to: relays of a forked chain, peers that are merely busy, words of a
+# candidate that a cut cable held back, which arrive by the dozen when it is mended, and those of a candidate that a
+# newer manifest names, which is still on its way to us.
+INNOCENT = frozenset({"equivocating trainer", "remote error", "old directive", "bad expiry", "not eligible"})
 OFFENCES_MAX = 8  # invalid messages until a sender is ignored; an honest bug shows itself in fewer
 MANIFEST_ASK_S = 1.0
 MANIFEST_WARN_S = 15.0
@@ -167,7 +168,7 @@ class Follower:
         if serving and not any(serving) and self.node.config.role != "bootstrap":
             raise TransportFault("unknown run", f"no bootstrap peer serves {self.run}")
         if self.rules.manifest is None:
-            await self._read_manifest()
+            await self.read_manifest()
 
     async def _stored_manifest(self) -> None:
         raw = await self.store.meta("manifest") if self.store is not None and self.rules.manifest is None else None
@@ -194,7 +195,8 @@ class Follower:
             log.info("no manifest from %s: %s", short(peer_id), fault)
         return True
 
-    async def _read_manifest(self) -> None:
+    async def read_manifest(self) -> None:
+        """Read the newest manifest from the directory. Faults are logged, not raised."""
         try:
             await self.node.directory.get(RecordKey(self.run, RecordKind.MANIFEST))  # the rules learn it
         except TransportFault as fault:

@@ -5,6 +5,7 @@ our records (manifest, capacity, head) --renewed--> DHT --read--> ads, holders -
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
 NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
 DIRECTORY_READ_S = 15.0
+MANIFEST_READ_S = 60.0
 CAPACITY_FIRST_S = 1.0
 FAREWELL_S = 1.0  # a last word is a courtesy: others notice three lost beats
 
@@ -119,7 +121,11 @@ class Neighbourhood:
 
     async def keep_near(self) -> None:
         """Know the others, be connected to some of them, and ask them for what was missed."""
+        manifest_read_s = -math.inf
         while True:
+            if time.monotonic() - manifest_read_s > MANIFEST_READ_S:  # only those near its key are told of a new one
+                manifest_read_s = time.monotonic()
+                await self.follower.read_manifest()
             await self.read_peers()
             await self._connect_some()
             chain = self.follower.chain

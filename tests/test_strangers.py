@@ -18,8 +18,9 @@ from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.manifest import CoordinationSpec
-from protocols.messages import CapacityAd, Heartbeat, Status, StatusRequest, decode_reply, encode
+from protocols.messages import CapacityAd, Heartbeat, Lease, Status, StatusRequest, decode_reply, encode
 from protocols.presence import SILENT_S
+from swarm.follower import OFFENCES_MAX
 from swarm.host import Host, HostConfig
 from swarm.identity import Identity, load_identity
 from swarm.node import STATUS_LIFE_S, Neighbour, now_ms
@@ -244,3 +245,30 @@ async def test_a_new_lease_length_begins_a_new_election(tmp_path: Path) -> None:
         rules.learn(seal(OWNER, manifest(revision=2, coordination=CoordinationSpec(lease_s=60.0))))
         await until(lambda: candidate.election is not None and candidate.election.config.lease_s == 60.0)
         assert goes_on(trainer)
+
+
+async def test_a_revision_reaches_those_whom_nobody_tells(tmp_path: Path) -> None:
+    # A record is stored by the few nodes nearest to its key; everybody else has to look.
+    async with nodes(tmp_path) as swarm:
+        _, trainer, address = await small_swarm(swarm)
+        worker = await swarm.worker("worker", (address,))
+        old, rules = worker.follower.rules.manifest, worker.follower.rules
+        trainer.follower.rules.learn(seal(OWNER, manifest(revision=2, trainers=(TRAINER_ID, OTHER_TRAINER_ID))))
+        await trainer.follower.neighbourhood.put_manifest()
+        rules.manifest = old  # as if it were not among those few
+        worker.run()
+        await until(lambda: rules.manifest is not None and rules.manifest.message.revision == 2)
+        await until(lambda: worker.follower.orders is not None and worker.follower.orders.manifest.revision == 2)
+
+
+async def test_b48_a_candidate_that_our_manifest_does_not_name_is_not_obeyed_and_not_banned(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as swarm:
+        bootstrap, _, _ = await small_swarm(swarm)
+        follower = bootstrap.follower
+        for number in range(2 * OFFENCES_MAX):
+            until_ms = now_ms() + number
+            follower._enqueue_control(STRANGER_ID, seal(STRANGER, Lease(RUN, number, "claimed", until_ms)).raw)
+        await until(lambda: follower.refusals["not eligible"] == 2 * OFFENCES_MAX)
+        assert not follower.ignores(STRANGER_ID)
+        assert follower.orders is not None
+        assert follower.orders.coordinator != STRANGER_ID
