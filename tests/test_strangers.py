@@ -256,9 +256,12 @@ async def test_a_revision_reaches_those_whom_nobody_tells(tmp_path: Path) -> Non
         trainer.follower.rules.learn(seal(OWNER, manifest(revision=2, trainers=(TRAINER_ID, OTHER_TRAINER_ID))))
         await trainer.follower.neighbourhood.put_manifest()
         rules.manifest = old  # as if it were not among those few
-        worker.run()
-        await until(lambda: rules.manifest is not None and rules.manifest.message.revision == 2)
-        await until(lambda: worker.follower.orders is not None and worker.follower.orders.manifest.revision == 2)
+        worker.node.directory._validator.storage.clear()
+        looking = asyncio.create_task(worker.follower.neighbourhood.keep_near())
+        try:
+            await until(lambda: rules.manifest is not None and rules.manifest.message.revision == 2)
+        finally:
+            looking.cancel()
 
 
 async def test_b48_a_candidate_that_our_manifest_does_not_name_is_not_obeyed_and_not_banned(tmp_path: Path) -> None:
