@@ -8,7 +8,7 @@ Only peers that the manifest makes eligible run one. What a leader does is someb
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, assert_never
 
 from protocols.directory import RecordKey, RecordKind
@@ -189,8 +189,13 @@ class Candidate:
         return stored
 
     async def _read_often(self, config: ElectionConfig) -> None:
-        """Gossip may lose every claim; the DHT has them."""
+        """Gossip may lose every claim; the DHT has them.
+
+        A claim counts from when it is first heard, and a search may wait seconds for nodes that are gone; so what is
+        stored here is heard first.
+        """
         while True:
+            self._post(Heard(self._claims(self.node.directory.held(self._key).values())))
             self._post(Heard(await self._read()))
             await asyncio.sleep(config.renew_s)
 
@@ -203,8 +208,11 @@ class Candidate:
         except TransportFault as fault:
             log.info("could not read leases: %s", fault)
             return ()
+        return self._claims(records.values())
+
+    def _claims(self, records: Iterable[bytes]) -> tuple[Claim, ...]:
         claims = []
-        for raw in records.values():
+        for raw in records:
             try:
                 sealed = unseal(raw, Lease)
             except PeerFault as fault:

@@ -19,11 +19,13 @@ import msgspec
 from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
 
 from protocols.directory import DirectoryRules, RecordKey
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import public_of, short
+from protocols.msgpack_guard import unwrap_bin
 from swarm.hivemind_guard import SUBKEY_CHARS_MAX, install, node_id_of
 from swarm.host import Host
 
@@ -231,6 +233,13 @@ class Directory:
             for subkey, (value, expires_s) in records.items()
             if expires_s > now_s and self._stands(key, subkey, value, expires_s)
         }
+
+    def held(self, key: RecordKey) -> dict[str, bytes]:
+        """Envelopes by subkey that this node itself stores for others: known at once, without a search."""
+        found = self._node.protocol.storage.get(_key_id(key))
+        if found is None or not isinstance(found.value, DictionaryDHTValue):
+            return {}
+        return {subkey: unwrap_bin(record.value) for subkey, record in found.value.items()}
 
     def _stands(self, key: RecordKey, subkey: str | None, value: bytes, expires_s: float) -> bool:
         """Check again: what we stored ourselves may have been overtaken, by a manifest without this trainer say."""

@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,3 +115,18 @@ def _or_skip(reason: str, *words: str) -> None:
     done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"{reason}: {done.stderr.strip()}")
+
+
+def reaches(source: Machine, target: Machine) -> bool:
+    """Does a datagram of one machine arrive at another?"""
+    listen = (
+        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 9)); s.settimeout(2.0)\n"
+        "print(flush=True); s.recv(1)"
+    )
+    knock = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('{target.address}', 9))"
+    command = [*target.inside, sys.executable, "-c", listen]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as listener:
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        subprocess.run([*source.inside, sys.executable, "-c", knock], check=False, capture_output=True)
+        return listener.wait() == 0

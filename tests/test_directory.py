@@ -18,7 +18,7 @@ from protocols.faults import PeerFault, TransportFault
 from protocols.identity import public_of, run_id_of
 from protocols.manifest import Manifest
 from protocols.messages import AdapterRef, Announcement, BlobRef, CapacityAd, TrainedOn
-from swarm.directory import Directory
+from swarm.directory import PROMPT_S, RPC_TIMEOUT_S, Directory
 from swarm.hivemind_guard import node_id_of
 from swarm.host import Host, HostConfig
 from swarm.identity import Identity
@@ -126,9 +126,11 @@ async def test_records_of_everybody_are_found_by_everybody(tmp_path: Path) -> No
         )
         for node in made.nodes:
             assert set(await node.get(made.peers)) == {person.peer_id for person in made.people}
+            assert node.held(made.peers).items() <= (await node.get(made.peers)).items()
             assert await node.get(made.head) == {made.people[1].peer_id: made.head_of(3, made.people[1])}
             assert node.refusals == {}
         await until(lambda: [node.size for node in made.nodes] == [5] * 6)
+        assert sum(len(node.held(made.peers)) for node in made.nodes) >= 5 * 6, "five replicas of each"
 
 
 async def test_a_newer_record_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> None:
@@ -305,13 +307,40 @@ async def until_linked(host: Host, node: Directory, bootstrap: Host) -> None:
     assert set(codes) <= {"refused", "unreachable"}
 
 
+async def test_nodes_that_do_not_answer_hold_up_one_search_and_no_store(tmp_path: Path) -> None:
+    async with swarm(tmp_path, 4) as made:
+        await made.publish_manifest()
+        answered = {}
+        for host in made.hosts[2:]:
+            handlers = host.p2p.control.unary_handlers
+            for name in [name for name in handlers if name.startswith("DHTProtocol")]:
+                answered[host, name] = handlers[name]
+                handlers[name] = silent
+        raw, subkey = made.advert_of(made.people[1]), made.people[1].peer_id
+        spent_s = []
+        for life_s in (40, 45, 50):
+            began_s = time.monotonic()
+            assert await made.nodes[1].put(made.peers, raw, time.time() + life_s, subkey=subkey)
+            spent_s.append(time.monotonic() - began_s)
+        assert spent_s[0] < RPC_TIMEOUT_S + 2 * PROMPT_S, "the search waits once, the store for nobody"
+        assert max(spent_s[1:]) < 2 * PROMPT_S, "they are left out"
+        for (host, name), handler in answered.items():
+            host.p2p.control.unary_handlers[name] = handler
+        assert await made.nodes[2].get(made.peers) == {subkey: raw}, "asks, and so is heard of"
+        ours = made.advert_of(made.people[2])
+        assert await made.nodes[1].put(made.peers, ours, time.time() + 50, subkey=made.people[2].peer_id)
+        assert made.people[2].peer_id in made.nodes[2].held(made.peers)
+
+
+async def silent(request: bytes, peer: object) -> bytes:
+    """A handler of a node that hangs."""
+    await asyncio.Event().wait()
+    return b""
+
+
 async def test_every_wait_ends_when_nobody_answers(tmp_path: Path) -> None:
     async with swarm(tmp_path, 2) as made:
         await made.publish_manifest()
-
-        async def silent(request: bytes, peer: object) -> bytes:
-            await asyncio.Event().wait()
-            return b""
 
         handlers = made.hosts[0].p2p.control.unary_handlers
         for name in [name for name in handlers if name.startswith("DHTProtocol")]:
