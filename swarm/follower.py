@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a burst
 INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
+CATCH_UP_S = 10.0  # with one source, then whoever brings news next has a turn: one that drips must not hold us back
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
 STATUS_BYTES_MAX = UNARY_BYTES_MAX - 4096  # of its rows; the rest is for the run's own fields
 # Faults that say nothing against whoever we talk to: relays of a forked chain, peers that are merely busy, words of a
@@ -326,7 +327,8 @@ class Follower:
 
     async def _fetch_chain(self, chain: Chain, source: str) -> None:
         first = chain.version + 1
-        while True:
+        until_s = time.monotonic() + CATCH_UP_S
+        while time.monotonic() < until_s:
             reply = await self.node.ask(source, ChainRequest(self.run, first))
             if not isinstance(reply, Envelopes) or not reply.envelopes:
                 return

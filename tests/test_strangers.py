@@ -18,7 +18,18 @@ from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.manifest import CoordinationSpec
-from protocols.messages import CapacityAd, Heartbeat, Lease, Status, StatusRequest, decode_reply, encode
+from protocols.messages import (
+    CapacityAd,
+    ChainRequest,
+    Envelopes,
+    Heartbeat,
+    Lease,
+    Status,
+    StatusRequest,
+    decode_reply,
+    decode_request,
+    encode,
+)
 from protocols.presence import SILENT_S
 from swarm.follower import OFFENCES_MAX
 from swarm.host import Host, HostConfig
@@ -66,13 +77,23 @@ async def foreign_host(folder: Path) -> AsyncIterator[Host]:
         await host.close()
 
 
+@asynccontextmanager
+async def host(folder: Path) -> AsyncIterator[Host]:
+    """A stranger's host, without a node."""
+    host = await Host.start(load_identity(folder / "stranger.key")[0], HostConfig())
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
 # ---------------------------------------------------------------------- addresses
 
 
 @pytest.mark.parametrize("name", ["a..b", "a" * 70, "é..é"])
 async def test_a_name_that_cannot_be_looked_up_is_a_fault_of_the_address(tmp_path: Path, name: str) -> None:
-    async with hosts(tmp_path, 1) as (host,):
-        fault = await fault_of(host.connect(f"/dns4/{name}/tcp/1/p2p/{STRANGER_ID}", 1.0))
+    async with hosts(tmp_path, 1) as (one,):
+        fault = await fault_of(one.connect(f"/dns4/{name}/tcp/1/p2p/{STRANGER_ID}", 1.0))
         assert fault.code == "unreachable"
 
 
@@ -108,12 +129,9 @@ async def test_a_peer_with_another_kind_of_key_spoils_no_answer(tmp_path: Path) 
         for request in (beat_of("trainer", version=0), StatusRequest(RUN)):
             with pytest.raises(PeerFault, match="malformed peer id"):
                 await foreigner.call(peer_id, encode(request))
-        stranger = await Host.start(load_identity(tmp_path / "stranger.key")[0], HostConfig())
-        try:
+        async with host(tmp_path) as stranger:
             await stranger.connect(address)
             status = decode_reply(await stranger.call(peer_id, encode(StatusRequest(RUN))))
-        finally:
-            await stranger.close()
         assert isinstance(status, Status)
         assert [row.role for row in status.peers] == ["trainer"]
         assert bootstrap.node.host.refusals["malformed peer id"] == 2
@@ -186,6 +204,36 @@ async def test_a_neighbour_that_leaves_while_another_is_given_up_ends_no_node(
         await until(lambda: given_up.count(quiet) == 1 and gone not in node.neighbours)
         assert back in node.neighbours
         assert goes_on(bootstrap)
+
+
+# ---------------------------------------------------------------------- a chain, drop by drop
+
+
+async def test_a_source_that_gives_one_version_at_a_time_holds_nobody_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.follower.CATCH_UP_S", 0.5)
+    async with nodes(tmp_path) as swarm, host(tmp_path) as dripping:
+        _, trainer, address = await small_swarm(swarm)
+        chain = [(await trainer.announce(version)).raw for version in range(1, 20)]
+        worker = await swarm.start("worker", "inference", (address,))
+        await worker.follower.find_manifest()
+        await worker.follower.open_chain()
+        assert trainer.follower.chain is not None
+        chain.insert(0, trainer.follower.chain.entries[0].raw)
+
+        async def drip(raw: bytes, peer_id: str) -> bytes:
+            request = decode_request(raw)
+            assert isinstance(request, ChainRequest)
+            await asyncio.sleep(0.4)
+            return encode(Envelopes((chain[request.first],)))
+
+        await dripping.serve(drip)
+        await worker.node.host.connect(dripping.addresses[0])
+        await worker.follower.catch_up(dripping.peer_id)
+        assert 0 <= worker.version < 5
+        await worker.follower.catch_up(worker.node.bootstraps[address])
+        assert worker.version == 19
 
 
 # ---------------------------------------------------------------------- a manifest that changes who may lead
