@@ -120,7 +120,7 @@ def _or_skip(reason: str, *words: str) -> None:
 def reaches(source: Machine, target: Machine) -> bool:
     """Does a datagram of one machine arrive at another?"""
     listen = (
-        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 9)); s.settimeout(2.0)\n"
+        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 9)); s.settimeout(1.0)\n"
         "print(flush=True); s.recv(1)"
     )
     knock = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('{target.address}', 9))"

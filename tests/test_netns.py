@@ -1,61 +1,22 @@
 """Two machines, as network namespaces joined by a cable: the line that one prints works on the other (case B05)."""
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from bootstrap.folder import open_run
+from tests.namespaces import Machine, network
 from tests.terminals import Terminals, printed, rewrite
 
 pytestmark = pytest.mark.e2e
 
-ADDRESSES = ("10.77.31.1", "10.77.31.2")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@dataclass
-class Machine:
-    """A network namespace with an address of its own; it shares nothing with this machine but the disk."""
-
-    name: str
-    address: str
-
-    @property
-    def inside(self) -> tuple[str, ...]:
-        """What comes before a command that runs there."""
-        return ("ip", "netns", "exec", self.name)
-
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    if shutil.which("ip") is None:
-        pytest.skip("`ip` (iproute2) is not installed")
-    tag = f"{os.getpid() % 10**6:06d}"
-    first, second = (Machine(f"echo{end}{tag}", address) for end, address in zip("ab", ADDRESSES, strict=True))
-    try:
-        ip("netns", "add", first.name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-    try:
-        ip("netns", "add", second.name)
-        ip("link", "add", f"va{tag}", "netns", first.name, "type", "veth", "peer", f"vb{tag}", "netns", second.name)
-        for machine, link in ((first, f"va{tag}"), (second, f"vb{tag}")):
-            ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", link)
-            ip("-n", machine.name, "link", "set", link, "up")
-            ip("-n", machine.name, "link", "set", "lo", "up")
-        yield first, second
-    finally:
-        for machine in (first, second):
-            subprocess.run(["ip", "netns", "del", machine.name], check=False, capture_output=True)
+    with network() as net:
+        yield net.machine("a"), net.machine("b")
 
 
 @pytest.fixture
