@@ -53,8 +53,6 @@ class Network:
 
     def build(self) -> None:
         """The switches and the trunk. Skips the test, with the reason, where this machine does not let us."""
-        if shutil.which("ip") is None:
-            pytest.skip("`ip` (iproute2) is not installed")
         _or_skip("network namespaces cannot be made here", "netns", "add", self._hub)
         for side in "ab":
             _or_skip("a bridge cannot be made here", "-n", self._hub, "link", "add", f"switch-{side}", "type", "bridge")
@@ -103,6 +101,9 @@ class Network:
 @contextmanager
 def network() -> Iterator[Network]:
     """Two switches and a trunk, for as long as the block runs."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"`{tool}` (iproute2) is not installed")
     made = Network()
     try:
         made.build()
