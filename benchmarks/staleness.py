@@ -55,7 +55,6 @@ SETTINGS = (
     Setting("async", 4),
     Setting("async", 20),
     Setting("async", 4, depth=4),
-    Setting("async", 4, depth=4, stale="downweight"),
     Setting("async", 20, depth=20),
     Setting("async", 20, depth=20, stale="downweight"),
 )
