@@ -22,6 +22,7 @@ from swarm.identity import KEY_FILE, load_identity
 from swarm.node import Node, NodeConfig, now_ms
 from tests.peer_process import RUN
 from tests.processes import LEASE_S, Electorate, Member, wait_until
+from tests.test_crashes import states
 
 pytestmark = pytest.mark.e2e
 
@@ -288,3 +289,8 @@ def test_the_ledger_proves_the_bound_after_all_that(endless: Electorate) -> None
     assert report.problems == []
     assert report.groups == 4 * (report.versions - 1)
     assert max(report.histogram) <= report.bound == 4
+    counts = states(endless.folder)
+    assert counts.pop("trained") == report.groups
+    assert set(counts) <= {"queued", "stale", "no_signal"}, (
+        "an accepted group has no outcome, and does not wait for one"
+    )
