@@ -178,6 +178,18 @@ async def test_b01_every_way_to_fail_a_dial_has_its_own_code(tmp_path: Path) -> 
         assert await second.peers() == []
 
 
+async def test_a_peer_that_comes_back_is_dialled_at_once(tmp_path: Path) -> None:
+    # p2pd lets an address rest for longer and longer after each failed dial: 5 s, 6 s, 9 s, ... 5 minutes.
+    async with hosts(tmp_path, 1) as (host,):
+        person, port = identity(tmp_path, "late"), free_port()
+        listen = f"/ip4/127.0.0.1/tcp/{port}"
+        for _ in range(5):
+            assert (await fault_of(host.connect(f"{listen}/p2p/{person.peer_id}", 2.0))).code == "refused"
+        late = await Host.start(person, HostConfig(listen=(listen,)))
+        assert await host.connect(f"{listen}/p2p/{person.peer_id}", 2.0) == late.peer_id
+        await late.close()
+
+
 @pytest.mark.parametrize(
     "address", ["", "hello", "/ip4/127.0.0.1/tcp/1", "/p2p/x", "/ip4/1.2.3.4/tcp/1/p2p/QmYyQSo1c1Ym7orW"]
 )

@@ -22,10 +22,12 @@ from protocols.messages import (
     BlobRequest,
     CapacityAd,
     ChainRequest,
+    Directive,
     Envelopes,
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Lease,
     ManifestRequest,
     PushRollouts,
     Refused,
@@ -34,10 +36,11 @@ from protocols.messages import (
 from protocols.policy import Chain
 from protocols.transfer import blob_ref
 from swarm.exchange import BLOB_PROTOCOL
+from swarm.follower import OFFENCES_MAX
 from swarm.node import now_ms
 from tests.hosts import free_port, until
 from tests.nodes import Nodes, Running, nodes
-from tests.samples import OTHER_RUN, RUN, TRAINER_ID, announcement
+from tests.samples import OTHER_RUN, RUN, TRAINER, TRAINER_ID, announcement
 
 pytestmark = pytest.mark.network
 
@@ -412,6 +415,23 @@ async def attack_blobs(rng: random.Random, liar: Running, worker: Running) -> No
         assert len(answer) < 64, "at most: not found"
     assert worker.node.host.refusals["frame too large"] > 0
     assert worker.node.host.refusals["malformed blob request"] > 0
+
+
+async def test_words_that_a_cut_cable_held_back_are_no_offence(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as swarm:
+        bootstrap = await swarm.bootstrap()
+        trainer = await swarm.trainer(tuple(bootstrap.node.host.addresses[:1]))
+        heard = bootstrap.follower.refusals
+        held_back_ms = now_ms() - 60_000
+        lease = Lease(RUN, 1, "claimed", until_ms=held_back_ms)
+        directive = Directive(run=RUN, term=1, number=1, mode="async", min_version=0, issued_ms=held_back_ms)
+        async with asyncio.timeout(20.0):
+            while min(heard["bad expiry"], heard["old directive"]) < 2 * OFFENCES_MAX:
+                await trainer.follower.publish_control(seal(TRAINER, lease))
+                await trainer.follower.publish_control(seal(TRAINER, directive))
+                await asyncio.sleep(0.01)
+        assert not bootstrap.follower.ignores(TRAINER_ID)
+        assert "peer ignored" not in bootstrap.codes()
 
 
 async def attack_directory(rng: random.Random, liar: Running, worker: Running) -> None:
