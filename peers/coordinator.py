@@ -98,9 +98,7 @@ class Coordinator:
         sealed = seal(self.node.identity.key, directive)
         try:
             await self.follower.take_directive(sealed)  # we obey like everybody else
-        except (
-            PeerFault
-        ) as fault:  # a new manifest does not name us, or this process slept before this line
+        except PeerFault as fault:  # a new manifest does not name us, or this process slept before this line
             log.info("our own directive is refused: %s", fault)
             return
         await self.follower.publish_control(sealed)

@@ -9,20 +9,29 @@ repeated: it names a total. What a peer makes of it travels like any other rollo
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocols.delivery import Queued
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import short
 from protocols.messages import RoundCall, RoundReply
-from protocols.presence import SILENT_S
-from protocols.rounds import Call, Round
+from protocols.presence import IDENTITIES_MAX, SILENT_S
+from protocols.rounds import STALL_MIN_S, Call, Round
 from swarm.follower import Follower
 
 log = logging.getLogger(__name__)
 
+STRIKES_MAX = 7  # a peer that has never delivered is then asked once in 40 minutes
 CALL_TIMEOUT_S = 5.0  # a peer answers a call at once, before it generates
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    version: int | None
+    """What it held when it stalled."""
+    until_s: float
 
 
 class Rounds:
@@ -36,8 +45,12 @@ class Rounds:
         self.open: Round | None = None
         self._opened_s = 0.0
         self._number = 0
-        self._suspects: dict[str, int | None] = {}
-        """Peers that stalled, and the version they held then: trusted again once they hold a newer one, or deliver."""
+        self.unwanted: Callable[[str], bool] = lambda peer_id: False
+        """Peers whose rollouts are not taken any more."""
+        self._suspects: dict[str, _Suspect] = {}
+        """Peers that stalled: trusted again once they deliver, or hold a newer version and have waited their time."""
+        self._strikes: Counter[str] = Counter()
+        """How often a peer has stalled since it last delivered: versions are claims, so it waits longer each time."""
         self._silent: set[str] = set()
         """Peers that fell silent since the last round was closed."""
         self._to_call: dict[str, tuple[Round, Call]] = {}
@@ -64,6 +77,7 @@ class Rounds:
     def delivered(self, peer_id: str, groups: Sequence[Queued]) -> None:
         """Groups of this peer were accepted."""
         self._suspects.pop(peer_id, None)
+        self._strikes.pop(peer_id, None)
         if self.open is not None:
             self._make(self.open, self.open.delivered(peer_id, len(groups), time.monotonic()))
 
@@ -79,8 +93,7 @@ class Rounds:
         self.moved += ended.moved
         stalled, self._silent = ended.stalled | self._silent, set()
         for peer_id in stalled:
-            seen = self.node.neighbours.get(peer_id)
-            self._suspects.setdefault(peer_id, seen.beat.version if seen is not None else None)
+            self._suspect(peer_id)
         self.node.metrics.emit(
             "round",
             number=ended.number,
@@ -101,13 +114,29 @@ class Rounds:
         }
         alive = {peer_id: seen.beat for peer_id, seen in known.items() if now_s - seen.heard_s < SILENT_S}
         for peer_id in known.keys() - alive.keys() - self._suspects.keys():
-            self._suspects[peer_id] = known[peer_id].beat.version
+            self._suspect(peer_id)
             self._silent.add(peer_id)
-        for peer_id, version in list(self._suspects.items()):
-            if peer_id in alive and (alive[peer_id].version or 0) > (version or 0):
+        for peer_id, suspect in list(self._suspects.items()):
+            newer = peer_id in alive and (alive[peer_id].version or 0) > (suspect.version or 0)
+            if newer and now_s >= suspect.until_s:
                 del self._suspects[peer_id]
+        alive = {peer_id: beat for peer_id, beat in alive.items() if not self.unwanted(peer_id)}
         trusted = {peer_id: beat for peer_id, beat in alive.items() if peer_id not in self._suspects} or alive
         return {peer_id: beat.groups_per_s for peer_id, beat in trusted.items()}
+
+    def _suspect(self, peer_id: str) -> None:
+        """Ask nothing of it for now: after the first time only until it holds a newer version (case B34)."""
+        if peer_id in self._suspects:
+            return
+        seen = self.node.neighbours.get(peer_id)
+        wait_s = 0.0 if self._strikes[peer_id] == 0 else STALL_MIN_S * 2.0 ** self._strikes[peer_id]
+        self._strikes[peer_id] = min(self._strikes[peer_id] + 1, STRIKES_MAX)
+        if len(self._strikes) > IDENTITIES_MAX:
+            del self._strikes[next(iter(self._strikes))]
+        until_s = time.monotonic() + wait_s
+        self._suspects[peer_id] = _Suspect(seen.beat.version if seen is not None else None, until_s)
+        if len(self._suspects) > IDENTITIES_MAX:
+            del self._suspects[next(iter(self._suspects))]
 
     def _make(self, opened: Round, calls: Sequence[Call]) -> None:
         for call in calls:

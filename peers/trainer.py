@@ -168,6 +168,7 @@ class Trainer:
         self.follower.wanted = self._wanted
         self.follower.next_counter_of = intake.next_counter
         ingest.on_accepted = self._accepted
+        self.rounds.unwanted = intake.quarantined
         self.follower.heartbeats.beat = self._beat
         self.follower.neighbourhood.capacity = self._capacity
         node.on_push = ingest.push

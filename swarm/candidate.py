@@ -83,6 +83,12 @@ class Candidate:
         self.follower.rules.check_lease(sealed, time.time())
         self._post(Heard((Claim.of(sealed.sender, sealed.message),)))
 
+    def led_by(self, sealed: Sealed[Directive]) -> None:
+        """Somebody else leads, and we obey: that is its claim, even if we cannot read the DHT now."""
+        if self._config is not None:
+            until_ms = sealed.message.issued_ms + int(1000 * self._config.lease_s)
+            self._post(Heard((Claim(sealed.sender, sealed.message.term, True, until_ms),)))
+
     def obeyed(self, raw: bytes) -> None:
         """A peer that nobody leads stands at this directive, in a heartbeat. The beat counts even if this does not."""
         if self.election is None or self.follower.orders is None:

@@ -438,7 +438,8 @@ class Follower:
         """Obey it if it is above what we obey. Raises PeerFault for one that nobody may send."""
         await self.keep_manifest()
         if self.orders is not None and self.orders.take(sealed, time.monotonic(), time.time()):
-            self._show_leader(time.monotonic())
+            if self._show_leader(time.monotonic()) and sealed.sender != self.node.peer_id:
+                self.candidate.led_by(sealed)
             await self.notify()
 
     async def _watch_leader(self) -> None:
