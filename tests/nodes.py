@@ -78,7 +78,9 @@ class Running:
             )
 
         follower.neighbourhood.capacity = capacity
-        follower.heartbeats.beat = lambda: Heartbeat(run=RUN, session=node.session, role=node.config.role, version=held())
+        follower.heartbeats.beat = lambda: Heartbeat(
+            run=RUN, session=node.session, role=node.config.role, version=held()
+        )
 
     async def join(self) -> None:
         """What an inference peer does before its loops start: manifest, chain, the head as others know it."""

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.e2e
 STEPS, MAX_LAG = 6, 2
 LOCAL = ("--host", "127.0.0.1", "--port", "0")
 
-# Claims at once, the highest term that the clock allows, grants nothing, orders a version that does not exist, and another
-# mode with each beat.
+# Claims at once, the highest term that the clock allows, grants nothing, orders a version that does not exist, and
+# another mode with each beat.
 HOSTILE = """
 import itertools, time
 from protocols import coordination, election
