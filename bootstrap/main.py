@@ -379,7 +379,9 @@ def sim(  # noqa: PLR0913
         int, typer.Option("--refresh-gap", min=0, help="Steps that a peer may be behind in sequential mode.")
     ] = 0,
     depth: Annotated[int, typer.Option(min=1, max=24, help="Versions that peers generate ahead in async mode.")] = 1,
-    stale: Annotated[str, typer.Option(help="Older rollouts within the bound: drop or downweight.")] = "drop",
+    stale: Annotated[
+        str, typer.Option(help="drop what is over the bound only, or also downweight what is within it by its age.")
+    ] = "drop",
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",

@@ -230,7 +230,8 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [
         f"reward     {number(reward['first'], 3)} -> {number(reward['last'], 3)}   (first and last tenth of the steps)",
         f"held-out   {percent(measured['before'])} -> {percent(measured['after'])}{problems}",
-        f"steps      {number(report['steps'], 0)} of {report['steps_wanted']} in {duration(report['wall_s'])}",
+        f"steps      {number(report['steps'], 0)} of {report['steps_wanted']} in {duration(report['wall_s'])}, "
+        f"mode {report['mode']}",
         f"groups     {number(rollouts['generated'], 0)} generated, {number(rollouts['trained'], 0)} trained"
         + "".join(f", {text}" for text in outcomes),
         f"lag        at most {number(lag['max_consumed'], 0)}, the bound is {report['max_lag']}",

@@ -305,6 +305,8 @@ def _about(look: Look, watching: bool) -> Iterator[str]:
     yield f"mode         {status.mode or 'not chosen yet'}   {'   '.join(progress)}"
     yield _coordinator(peer_id, status)
     yield f"groups       {_count(status.accepted)} accepted, {_count(status.stale)} stale"
+    if not status.leading:
+        yield f"seen by      {short(peer_id)}: itself and the peers that beat to it; a coordinator sees all"
 
 
 def _coordinator(told_by: str, status: Status) -> str:
@@ -329,12 +331,12 @@ _COLUMNS = (
     _Column("engine", lambda _, peer: _label(peer.engine), right=False, wide=True),
     _Column("device", lambda _, peer: _label(peer.device), right=False, wide=True),
     _Column("version", lambda _, peer: _version(peer.version)),
-    _Column("lag", lambda status, peer: _count(_lag(status, peer))),
+    _Column("lag", lambda status, peer: _count(_lag(status, peer) if peer.role == "inference" else None)),
     _Column("tok/s", lambda _, peer: _rate(peer.tokens_per_s, 0)),
     _Column("grp/s", lambda _, peer: _rate(peer.groups_per_s, 2)),
     _Column("in\nflight", lambda _, peer: str(peer.in_flight)),
     _Column("outbox", lambda _, peer: str(peer.outbox)),
-    _Column("credit", lambda _, peer: _count(peer.credit)),
+    _Column("credit", lambda _, peer: _count(peer.credit if peer.role == "inference" else None)),
     _Column("accepted\n/stale", lambda _, peer: f"{_count(peer.accepted)}/{_count(peer.stale)}"),
     _Column("silent", lambda _, peer: f"{_rate(peer.silent_s, 0)} s"),
 )

@@ -396,7 +396,7 @@ class Status(Struct, frozen=True, tag="status", kw_only=True):
     max_lag: Count
     max_steps: Count
     mode: Mode | None = None
-    """None in `auto`, before a coordinator has chosen."""
+    """In `auto` what was ordered last, `async` before that."""
     head: Version | None = None
     step: Count | None = None
     queued: Count | None = None

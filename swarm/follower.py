@@ -477,11 +477,15 @@ class Follower:
                 for peer_id, seen in self.node.neighbours.items()
                 if seen.beat.run == self.run
             ]
+            rows.append(status_of(self.node.peer_id, self.heartbeats.beat(), 0.0, None))
         trainer = next((row for row in rows if row.peer_id in self.manifest.trainers), None)
         shown = _fitting(self._described(row) for row in rows[:STATUS_PEERS_MAX])
         step, queued = self.progress()
         if step is None:
             step, queued = self._trainer_progress()
+        head = self.chain.version if self.chain is not None and self.chain.version >= 0 else None
+        if step is not None and head is not None:
+            step = max(step, head)  # a version says that as many steps are done, and may come before the next beat
         alone, orders = self.orders.alone(now_s), self.orders
         return Status(
             run=self.run,
@@ -489,7 +493,7 @@ class Follower:
             max_lag=self.manifest.max_lag,
             max_steps=self.manifest.max_steps,
             mode=orders.mode,
-            head=self.chain.version if self.chain is not None and self.chain.version >= 0 else None,
+            head=head,
             step=step,
             queued=queued,
             ended=self.ended.is_set(),

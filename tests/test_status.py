@@ -116,7 +116,7 @@ def test_the_table_of_a_run() -> None:
         f"coordinator  {OWNER_ID[-8:]}, term 3",
         "groups       1234 accepted, 9 stale",
     ]
-    assert rows(text)[0] == [TRAINER_ID[-8:], "trainer", *words("- - v57 0 - - 0 0 - 1234/9 0 s")]
+    assert rows(text)[0] == [TRAINER_ID[-8:], "trainer", *words("- - v57 - - - 0 0 - 1234/9 0 s")]
     assert rows(text)[1] == [
         STRANGER_ID[-8:],
         *words("inference transformers cpu v55 2 812 1.25 2 3 4 300/7 8 s"),
@@ -178,7 +178,7 @@ def test_a_picture_holds_as_many_peers_as_the_terminal_has_lines_for() -> None:
         assert isinstance(console.file, io.StringIO)
         lines = console.file.getvalue().splitlines()
         assert len(lines) == height
-        assert f"and {45 - (height - 10)} more peers" in lines
+        assert f"and {45 - (height - 11)} more peers" in lines
     assert len(rows(shown(look(status(peers=peers))))) == 40
 
 
