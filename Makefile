@@ -36,6 +36,7 @@ test: lint
 
 slow: setup
 	ECHO_SWARM_RUNS=50 $(BIN)/python -m pytest -q tests/test_node.py tests/test_simulation.py
+	$(BIN)/python -m pytest -q -m slow
 
 storm: setup
 	$(BIN)/python -m tests.simulation storm

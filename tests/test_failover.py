@@ -62,6 +62,7 @@ def first_step(swarm: Electorate, trainer: Member) -> float:
     return float(step["t"] - ready["t"])
 
 
+@pytest.mark.slow
 def test_b44_b43_a_trainer_comes_back_to_workers_of_any_version_and_all_go_home(swarm: Electorate) -> None:
     # Goal: after a restart nobody waits for anybody for ever, nor at the end, whether they heard of it or not.
     # Method: max_lag 0, so that nothing older than the head is of use. The trainer dies with v7 announced to nobody
@@ -115,6 +116,7 @@ def rounds(swarm: Electorate, since_s: float) -> list[dict]:
     return swarm.trainer.events("round", since_s)
 
 
+@pytest.mark.slow
 def test_b34_b92_a_worker_sleeps_in_a_round_and_another_leaves_one(swarm: Electorate) -> None:
     # Goal: in sequential mode a round waits neither for who sleeps nor for who goes, and takes back who is well again.
     # Method: three workers of a group a second; one stops itself while it loads v3. A newcomer, of whom as much is
