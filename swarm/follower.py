@@ -477,7 +477,7 @@ class Follower:
                 for peer_id, seen in self.node.neighbours.items()
                 if seen.beat.run == self.run
             ]
-            rows.append(status_of(self.node.peer_id, self.heartbeats.beat(), 0.0, None))
+            rows.insert(0, status_of(self.node.peer_id, self.heartbeats.beat(), 0.0, None))
         trainer = next((row for row in rows if row.peer_id in self.manifest.trainers), None)
         shown = _fitting(self._described(row) for row in rows[:STATUS_PEERS_MAX])
         step, queued = self.progress()
