@@ -4,4 +4,4 @@ Nothing here knows the clock, the network, the disk or torch. The drivers in `sw
 in and carry actions out; the same code runs in production and in the seeded simulations of `tests/`.
 """
 
-PROTOCOL = "echo-swarm/1"
+PROTOCOL = "echo-swarm/2"

@@ -98,6 +98,18 @@ class CoordinationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
+class TransferSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How versions travel (DESIGN section 7). What is published is the policy, whatever was lost on the way to it."""
+
+    codec: Literal["auto", "raw", "xor", "int8", "int4"] = "auto"
+    """`raw`: every version whole. `xor`: lossless deltas. `int8`, `int4`: quantised deltas, the rest is carried on to
+    the next. `auto`: lossless deltas, and quantised ones when those would take longer than a step."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the published adapter. What the trainer keeps beyond bfloat16 is carried on to the next version."""
+    keyframe_every: Annotated[int, Meta(ge=1, le=10_000)] = 20
+    """Versions between two that are offered whole too; sooner when the deltas between them add up to one."""
+
+
 class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
     """One run."""
 
@@ -120,6 +132,7 @@ class Manifest(Struct, frozen=True, kw_only=True, tag="manifest"):
     lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
     learning: LearningSpec = msgspec.field(default_factory=LearningSpec)
     coordination: CoordinationSpec = msgspec.field(default_factory=CoordinationSpec)
+    transfer: TransferSpec = msgspec.field(default_factory=TransferSpec)
 
     def __post_init__(self) -> None:
         if self.max_lag < self.publish_every - 1:

@@ -8,7 +8,7 @@ reused. Three families:
     request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts,
               RoundCall, StatusRequest                                              (unary call)
     reply     HelloReply, HeartbeatReply, Envelopes, Refused, RoundReply, Status    (unary answer)
-    stream    BlobRequest, BlobReply                                                (blob stream)
+    stream    BlobOpen, ChunkAsk; BlobOffer, ChunkHead                              (blob stream)
 
 Streams and calls are authenticated by libp2p, so only what outlives them is signed.
 """
@@ -42,6 +42,9 @@ RECORD_BYTES_MAX = 16 * 1024  # the manifest is the largest DHT value; it is a f
 CHAIN_PAGE_MAX = 256  # announcements an answer; about 1 KB each
 METRICS_MAX = 32
 PAGE_ENVELOPES_MAX = 1024
+CHUNKS_MAX = 6144  # of a blob: 1.5 GiB, the largest adapter, in chunks of 256 KiB
+HASHES_BYTES_MAX = 32 * CHUNKS_MAX
+BITMAP_BYTES_MAX = CHUNKS_MAX // 8
 SOURCES_MAX = 4  # peers that an answer names as sources of the head; a fetch asks three
 STATUS_PEERS_MAX = 2048  # rows of a status, about 300 B each: well under a unary message
 
@@ -73,12 +76,25 @@ class BlobRef(Struct, frozen=True):
     size: NumBytes
 
 
+class DeltaRef(Struct, frozen=True):
+    """A version as its difference to the version that its announcement names as parent."""
+
+    codec: Label
+    """How (protocols/codecs.py). Who does not know the name does without the delta."""
+    blob: BlobRef
+
+
 class AdapterRef(Struct, frozen=True):
-    """Which tensors a version is, and where their bytes are."""
+    """Which tensors a version is, and in which blobs they can be had: whole, as a delta, or both."""
 
     digest: Digest
-    keyframe: BlobRef
-    codec: Literal["raw"] = "raw"
+    keyframe: BlobRef | None = None
+    """All tensors, safetensors; the same bytes from whoever has the version."""
+    delta: DeltaRef | None = None
+
+    def __post_init__(self) -> None:
+        if self.keyframe is None and self.delta is None:
+            raise ValueError("an adapter without a blob")
 
 
 class TrainedOn(Struct, frozen=True):
@@ -130,7 +146,7 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
     """Measured on this machine with this model, not estimated."""
     up_bytes_per_s: Finite | None = None
     down_bytes_per_s: Finite | None = None
-    formats: tuple[Label, ...] = ("raw",)
+    formats: tuple[Label, ...] = ("raw", "xor", "int8", "int4")
     version: Version | None = None
     load: Finite | None = None
     online: bool = True
@@ -415,32 +431,47 @@ class Status(Struct, frozen=True, tag="status", kw_only=True):
     """Peers that did not fit."""
 
 
-class BlobRequest(Struct, frozen=True, tag="blob-request"):
-    """On a blob stream: send the chunk hashes (if `hashes`), then chunks first .. first + count - 1."""
+class BlobOpen(Struct, frozen=True, tag="blob-open"):
+    """The first words on a blob stream: which blob it is about. One blob a stream."""
 
     root: Digest
-    first: Count
-    count: Count
     hashes: bool = False
+    """Send the list of chunk hashes too."""
 
 
-class BlobReply(Struct, frozen=True, tag="blob-reply"):
-    """The head of an answer on a blob stream; `found` False ends it."""
+class BlobOffer(Struct, frozen=True, tag="blob-offer"):
+    """The holder's: what the asker may ask it for. Again whenever there is more; then without the list of hashes."""
 
     found: bool
-    size: NumBytes = 0
-    hashes: bytes = b""
+    """False: neither here nor on its way here. Ends the stream."""
+    hashes: Annotated[bytes, Meta(max_length=HASHES_BYTES_MAX)] = b""
+    chunks: Annotated[bytes, Meta(max_length=BITMAP_BYTES_MAX)] = b""
+    """A bit a chunk, the first in the lowest bit of the first byte; what is behind the end is not offered."""
+
+
+class ChunkAsk(Struct, frozen=True, tag="chunk-ask"):
+    """The asker's: send this chunk."""
+
+    index: Count
+
+
+class ChunkHead(Struct, frozen=True, tag="chunk-head"):
+    """The holder's: the bytes of this chunk follow, without a frame."""
+
+    index: Count
 
 
 Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt | Lease | Directive
 Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts | RoundCall | StatusRequest
+BlobAsker = BlobOpen | ChunkAsk
+BlobHolder = BlobOffer | ChunkHead
 Reply = HelloReply | HeartbeatReply | Envelopes | Refused | RoundReply | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_blob_request_decoder = msgspec.msgpack.Decoder(BlobRequest)
-_blob_reply_decoder = msgspec.msgpack.Decoder(BlobReply)
+_blob_asker_decoder: msgspec.msgpack.Decoder[BlobAsker] = msgspec.msgpack.Decoder(BlobAsker)
+_blob_holder_decoder: msgspec.msgpack.Decoder[BlobHolder] = msgspec.msgpack.Decoder(BlobHolder)
 
 
 def encode(message: Struct) -> bytes:
@@ -470,11 +501,11 @@ def decode_reply(raw: bytes) -> Reply:
     return _decode(_reply_decoder, raw, "reply", UNARY_BYTES_MAX)
 
 
-def decode_blob_request(raw: bytes) -> BlobRequest:
+def decode_blob_asker(raw: bytes) -> BlobAsker:
     """Raises PeerFault and nothing else."""
-    return _decode(_blob_request_decoder, raw, "blob request", 1024)
+    return _decode(_blob_asker_decoder, raw, "blob request", 1024)
 
 
-def decode_blob_reply(raw: bytes) -> BlobReply:
+def decode_blob_holder(raw: bytes) -> BlobHolder:
     """Raises PeerFault and nothing else."""
-    return _decode(_blob_reply_decoder, raw, "blob reply", UNARY_BYTES_MAX)
+    return _decode(_blob_holder_decoder, raw, "blob reply", UNARY_BYTES_MAX)
