@@ -1,0 +1,324 @@
+"""Adapters as deltas: what a version adds to its parent, in few bytes (DESIGN section 7).
+
+    trainer   target (float32) ------ encode_delta ---> blob, rebuilt     carries on target - rebuilt
+    receiver  blob, parent ---------- decode_delta ---> rebuilt           the same bits, on every machine
+
+    blob = SHA-256 of (codec, digest of the parent, rest), 32 bytes | rest: one zstd frame of the plain difference
+
+The seal tells another parent, another codec and a damaged byte before anything is decompressed. The size of the plain
+difference follows from the parent, so a frame that promises another size is refused before memory is set aside for it.
+Who announced a delta also announced the digest of what it rebuilds; that is the check that counts, and the caller's.
+
+    xor    lossless: the bits of the rounded target XOR those of the parent, all lowest bytes first, then the next ...
+    int8   quantised: a block of 256 differences is a scale (bfloat16) and as many integers
+    int4   the same with integers of -7 to 7, two a byte
+
+A quantised delta leaves something behind, `target - rebuilt`. The trainer adds it to its next target, so that nothing
+is lost, only late: error feedback (Seide et al. 2014, 1-bit SGD; Karimireddy et al. 2019, arXiv 1901.09847). Each
+element of it is at most half a scale of its block (no value is clipped) and half a unit in the last place of the dtype.
+
+Every machine rebuilds the same bits: decoding is integer arithmetic on bits, one exact float32 product and one float32
+sum an element, each correctly rounded (IEEE 754). Neither works on or makes a subnormal number, so a processor that
+flushes those to zero agrees too.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from protocols.adapters import Adapter, Tensor, adapter_digest
+from protocols.faults import LocalFault, PeerFault
+
+SEAL_BYTES = 32
+SEAL_DOMAIN = b"echo-swarm/2/delta"
+BLOCK_ELEMENTS = 256  # a scale of 16 bits costs 1/16 bit an element
+ZSTD_LEVEL = 3
+
+# Scales outside of this range are not sent: what is smaller stays in the residual. 2**-80 is far below anything that
+# training in float32 notices, and so far above the subnormal numbers that no sum of a parent and a difference is one.
+_SCALE_MIN = (127 - 80) << 7
+_SCALE_MAX = 0x7F7F
+
+_BITS: Mapping[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
+_INFINITY = {"BF16": 0x7F80, "F32": 0x7F80_0000}
+_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float32": "F32"}
+
+Array = NDArray[Any]
+
+
+class Encoded(NamedTuple):
+    """A delta, and what whoever applies it to the parent gets."""
+
+    blob: bytes
+    rebuilt: dict[str, Tensor]
+
+
+class Codec(Protocol):
+    """How a difference to a parent is written down, before it is compressed."""
+
+    def plain_bytes(self, parent: Adapter) -> int:
+        """Exact size of a difference to this parent."""
+
+    def difference(self, target: Adapter, parent: Adapter) -> bytes:
+        """What leads from the parent to the float32 target, or near it."""
+
+    def apply(self, plain: bytes, parent: Adapter) -> dict[str, Tensor]:
+        """The parent plus a difference of `plain_bytes`. Raises PeerFault and nothing else."""
+
+
+# --- number formats
+
+
+def rounded(adapter: Adapter, dtype: Literal["bfloat16", "float32"]) -> dict[str, Tensor]:
+    """A float32 adapter in the dtype of a manifest: nearest, ties to even; over the largest finite number, that.
+
+    Raises LocalFault if a tensor is not float32, or has an infinity or a NaN.
+    """
+    if any(tensor.dtype != "F32" for tensor in adapter.values()):
+        raise LocalFault("only a float32 adapter is rounded")
+    if not _finite(adapter):
+        raise LocalFault("an adapter that is not finite")
+    return {
+        name: _tensor(_DTYPES[dtype], tensor.shape, _narrow(_bits(tensor), _DTYPES[dtype]))
+        for name, tensor in adapter.items()
+    }
+
+
+def widened(adapter: Adapter) -> dict[str, Tensor]:
+    """The same numbers in float32; exact."""
+    return {name: Tensor("F32", tensor.shape, _values(tensor).tobytes()) for name, tensor in adapter.items()}
+
+
+def _bits(tensor: Tensor) -> Array:
+    """The numbers of a tensor as unsigned integers; shape (elements,)."""
+    return np.frombuffer(tensor.data, _BITS[tensor.dtype])
+
+
+def _values(tensor: Tensor) -> Array:
+    """The numbers of a tensor in float32; shape (elements,)."""
+    if tensor.dtype == "F16":
+        return np.frombuffer(tensor.data, "<f2").astype("<f4")
+    bits = _bits(tensor)
+    return (bits.astype("<u4") << 16 if tensor.dtype == "BF16" else bits).view("<f4")
+
+
+def _narrow(bits: Array, dtype: str) -> Array:
+    """Bits of float32 numbers, infinities too, as bits of the nearest finite ones of `dtype`; ties to even."""
+    if dtype == "BF16":
+        bits = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    infinity = _INFINITY[dtype]
+    magnitude = bits & (infinity | (infinity - 1))
+    return np.where(magnitude >= infinity, (bits - magnitude) | (infinity - 1), bits).astype(_BITS[dtype])
+
+
+def _finite(adapter: Adapter) -> bool:
+    return not any(
+        ((_bits(tensor) & _INFINITY[tensor.dtype]) == _INFINITY[tensor.dtype]).any() for tensor in adapter.values()
+    )
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], bits: Array) -> Tensor:
+    return Tensor(dtype, shape, bits.astype(_BITS[dtype], copy=False).tobytes())
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(tensor.shape)
+
+
+# --- codecs
+
+
+class Xor:
+    """Lossless. Bits that did not change are zeros, and those that did are mostly the lowest: few bytes once sorted."""
+
+    def plain_bytes(self, parent: Adapter) -> int:
+        return sum(len(tensor.data) for tensor in parent.values())
+
+    def difference(self, target: Adapter, parent: Adapter) -> bytes:
+        dtype = _dtype(parent)
+        bits = np.concatenate([_narrow(_bits(target[name]), dtype) ^ _bits(parent[name]) for name in sorted(parent)])
+        return bits.view("u1").reshape(-1, bits.itemsize).T.tobytes()
+
+    def apply(self, plain: bytes, parent: Adapter) -> dict[str, Tensor]:
+        dtype = _dtype(parent)
+        planes = np.frombuffer(plain, "u1").reshape(_BITS[dtype].itemsize, -1)
+        bits = np.ascontiguousarray(planes.T).reshape(-1).view(_BITS[dtype])
+        return {
+            name: _tensor(dtype, parent[name].shape, _bits(parent[name]) ^ bits[part]) for name, part in _parts(parent)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A scale and `BLOCK_ELEMENTS` integers of `bits` bits a block; the last block of a tensor may be short.
+
+    A scale is `rms_share` of the root mean square of its block, or what the largest value needs if that is more,
+    rounded up: nothing is clipped. The coarser the scale the fewer bits an integer has after compression, so
+    `rms_share` buys bytes with residual.
+    """
+
+    bits: Literal[4, 8]
+    rms_share: float
+
+    def plain_bytes(self, parent: Adapter) -> int:
+        elements = sum(map(_elements, parent.values()))
+        return 2 * _blocks(parent) + (elements * self.bits + 7) // 8
+
+    def difference(self, target: Adapter, parent: Adapter) -> bytes:
+        quantised = [self._quantise(_values(target[name]), _values(parent[name])) for name in sorted(parent)]
+        scales = np.concatenate([scales for scales, _ in quantised])
+        return scales.tobytes() + self._pack(np.concatenate([numbers for _, numbers in quantised]))
+
+    def apply(self, plain: bytes, parent: Adapter) -> dict[str, Tensor]:
+        num_blocks = _blocks(parent)
+        scales = np.frombuffer(plain, "<u2", num_blocks)
+        if not ((scales == 0) | ((scales >= _SCALE_MIN) & (scales <= _SCALE_MAX))).all():
+            raise PeerFault("malformed delta", "scale out of range")
+        numbers = self._unpack(np.frombuffer(plain, "u1", offset=2 * num_blocks))
+        rebuilt, block = {}, 0
+        for name, part in _parts(parent):
+            end = block + -(-(part.stop - part.start) // BLOCK_ELEMENTS)
+            rebuilt[name] = self._move(parent[name], scales[block:end], numbers[part])
+            block = end
+        return rebuilt
+
+    def _quantise(self, target: Array, parent: Array) -> tuple[Array, Array]:
+        """Scales (bfloat16 bits) and integers; float64, where the difference of any two float32 numbers is finite."""
+        delta = target.astype("f8") - parent
+        starts = np.arange(0, len(delta), BLOCK_ELEMENTS)
+        lengths = np.diff(starts, append=len(delta))
+        largest = np.maximum.reduceat(np.abs(delta), starts)
+        rms = np.sqrt(np.add.reduceat(delta * delta, starts) / lengths)
+        scale = np.maximum(self.rms_share * rms, largest / (2 ** (self.bits - 1) - 1))
+        scales = ((scale.astype("<f4").view("<u4") + 0xFFFF) >> 16).astype("<u2")
+        scales[scales < _SCALE_MIN] = 0
+        divisor = np.where(scales == 0, np.inf, _scale_values(scales))
+        return scales, np.rint(delta / np.repeat(divisor, lengths)).astype("i1")
+
+    def _pack(self, numbers: Array) -> bytes:
+        if self.bits == 8:
+            return numbers.tobytes()
+        nibbles = np.append(numbers, np.zeros(len(numbers) % 2, "i1")).view("u1") & 0xF
+        return (nibbles[0::2] | nibbles[1::2] << 4).tobytes()
+
+    def _unpack(self, packed: Array) -> Array:
+        """Integers; one more than there are elements where their number is odd and two share a byte."""
+        if self.bits == 8:
+            return packed.view("i1")
+        nibbles = np.stack([packed << 4, packed & 0xF0], axis=1).reshape(-1)
+        return nibbles.view("i1") >> 4
+
+    def _move(self, parent: Tensor, scales: Array, numbers: Array) -> Tensor:
+        values = _values(parent)
+        steps = np.repeat(_scale_values(scales), BLOCK_ELEMENTS)[: len(values)]
+        with np.errstate(over="ignore"):
+            moved = values + numbers.astype("<f4") * steps  # 8 by 8 significant bits: the product is exact
+        bits = np.where(numbers == 0, values.view("<u4"), moved.view("<u4"))
+        return _tensor(parent.dtype, parent.shape, _narrow(bits, parent.dtype))
+
+
+def _dtype(adapter: Adapter) -> str:
+    return next(iter(adapter.values())).dtype
+
+
+def _parts(adapter: Adapter) -> Iterator[tuple[str, slice]]:
+    """Where each tensor lies when all are put one after the other, by name."""
+    start = 0
+    for name in sorted(adapter):
+        end = start + _elements(adapter[name])
+        yield name, slice(start, end)
+        start = end
+
+
+def _blocks(adapter: Adapter) -> int:
+    return sum(-(-_elements(tensor) // BLOCK_ELEMENTS) for tensor in adapter.values())
+
+
+def _scale_values(scales: Array) -> Array:
+    return (scales.astype("<u4") << 16).view("<f4")
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {"xor": Xor(), "int8": Quantised(8, rms_share=1 / 16), "int4": Quantised(4, rms_share=1.0)}
+)
+
+
+# --- the door
+
+
+def encode_delta(codec: str, target: Adapter, parent: Adapter, parent_digest: bytes | None = None) -> Encoded:
+    """A float32 target as a delta to a parent. `parent_digest` spares hashing the parent, if it is known.
+
+    Raises LocalFault for an unknown codec, a target that has not the parent's names and shapes in float32, numbers that
+    are not finite, and a parent of no, mixed or unknown dtypes.
+    """
+    if codec not in CODECS:
+        raise LocalFault(f"unknown codec {codec!r}")
+    if unfit := _unfit(parent):
+        raise LocalFault(f"unfit parent: {unfit}")
+    if {name: ("F32", tensor.shape) for name, tensor in parent.items()} != {
+        name: (tensor.dtype, tensor.shape) for name, tensor in target.items()
+    }:
+        raise LocalFault("the target has not the parent's names and shapes in float32")
+    if unfit := _unfit(target):
+        raise LocalFault(f"unfit target: {unfit}")
+    plain = CODECS[codec].difference(target, parent)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(plain)
+    return Encoded(_seal(codec, packed, parent, parent_digest) + packed, CODECS[codec].apply(plain, parent))
+
+
+def decode_delta(codec: str, blob: bytes, parent: Adapter, parent_digest: bytes | None = None) -> dict[str, Tensor]:
+    """What a delta makes of its parent. `parent_digest` spares hashing the parent, if it is known.
+
+    Raises PeerFault and nothing else: unknown codec, unfit parent, a delta of another parent, damage. What the parent's
+    size does not allow for is refused before it is decompressed.
+    """
+    if codec not in CODECS:
+        raise PeerFault("unknown codec", repr(codec)[:64])
+    if unfit := _unfit(parent):
+        raise PeerFault("unfit parent", unfit)
+    packed = blob[SEAL_BYTES:]
+    if blob[:SEAL_BYTES] != _seal(codec, packed, parent, parent_digest):
+        raise PeerFault("malformed delta", "of another parent or codec, or damaged")
+    rebuilt = CODECS[codec].apply(_decompressed(packed, CODECS[codec].plain_bytes(parent)), parent)
+    if not _finite(rebuilt):
+        raise PeerFault("malformed delta", "rebuilds numbers that are not finite")
+    return rebuilt
+
+
+def _unfit(adapter: Adapter) -> str:
+    """Why an adapter can be no end of a delta; empty if it can."""
+    dtypes = {tensor.dtype for tensor in adapter.values()}
+    if len(dtypes) != 1 or not dtypes <= set(_BITS):
+        return f"dtypes {sorted(dtypes)}"
+    if any(
+        not tensor.data or _elements(tensor) * _BITS[tensor.dtype].itemsize != len(tensor.data)
+        for tensor in adapter.values()
+    ):
+        return "size of a tensor"
+    return "" if _finite(adapter) else "not finite"
+
+
+def _seal(codec: str, packed: bytes, parent: Adapter, parent_digest: bytes | None) -> bytes:
+    digest = adapter_digest(parent) if parent_digest is None else parent_digest
+    return hashlib.sha256(b"\0".join([SEAL_DOMAIN, codec.encode(), digest + packed])).digest()
+
+
+def _decompressed(packed: bytes, size: int) -> bytes:
+    """The bytes of one zstd frame that holds `size` of them and nothing after. Raises PeerFault."""
+    try:
+        if zstandard.frame_content_size(packed) != size:
+            raise PeerFault("malformed delta", "size")
+        plain = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise PeerFault("malformed delta", str(error)) from error
+    if len(plain) != size:
+        raise PeerFault("malformed delta", "size")
+    return plain
