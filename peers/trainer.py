@@ -1,8 +1,9 @@
 """The trainer: takes rollouts in, learns, publishes versions, keeps the record.
 
     pushes --Ingest--> queue on disk --gate 3--> Learner.step --> files --> one transaction --> announce
-                                                                  |            |
-                                            checkpoint and blob, fsync         groups consumed, step, announcement
+                                                         |          |            |
+                               Publisher: the version, which        |            groups consumed, step, announcement
+                               the learner goes on from             checkpoint and blobs, fsync, blobs read back
 
 Whatever happens before the transaction leaves nothing but files that the next start removes; whatever
 happens after it finds everything on disk. So a group is trained exactly once, and a version that was ever
@@ -23,16 +24,19 @@ from typing import TypeVar
 from peers.checkpoints import KEPT, Checkpoints
 from peers.coordinator import Coordinator
 from peers.ingest import Checker, Ingest
+from peers.publishing import Published, Publisher, store
 from peers.record import Record, same_manifest
 from peers.rounds import Rounds
-from protocols.adapters import Adapter, adapter_digest, decode_adapter, encode_adapter
+from protocols.adapters import Adapter, adapter_digest, decode_adapter
+from protocols.choice import link_rate
+from protocols.codecs import decode_delta, rounded
 from protocols.delivery import Intake, Queued
 from protocols.directory import RecordKey, RecordKind
 from protocols.envelopes import Sealed, unseal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.ledger import Consumed, VersionEntry
 from protocols.manifest import Manifest
-from protocols.messages import AdapterRef, Announcement, CapacityAd, Heartbeat, Mode
+from protocols.messages import Announcement, CapacityAd, Heartbeat, Mode
 from protocols.policy import Chain, Extended
 from protocols.presence import BEAT_S, SILENT_S
 from swarm.node import Node, NodeConfig, now_ms, running
@@ -74,6 +78,20 @@ class Spent:
     train_s: float = 0.0
     wait_s: float = 0.0
     publish_s: float = 0.0
+
+
+class _Phases:
+    """A publication from the end of its step on, phase after phase without a gap."""
+
+    def __init__(self) -> None:
+        self.begun_ms = now_ms()
+        self.took_s: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def end(self, phase: str) -> None:
+        """This phase ends here, and the next begins."""
+        now_s = time.monotonic()
+        self.took_s[phase], self._last_s = round(now_s - self._last_s, 5), now_s
 
 
 @dataclass(slots=True)
@@ -161,6 +179,7 @@ class Trainer:
         self._resources.callback(ingest.close)
         self.counts_before = await self.store.counts()
         self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
+        self.publisher = Publisher(manifest.transfer)
         await self._restore()
         await record.restore(chain, self.learner.steps)
         await self._refuse_ended(record, manifest)
@@ -244,8 +263,10 @@ class Trainer:
         rows = await parts.store.steps(KEPT)
         steps = rows[0][0] if rows else 0
         found = await self._load_newest(rows)
+        published = await self._published()
         if parts.chain.version > found:
-            await self._load_published()
+            await self._load_published(published)
+        self.publisher.resume(published, [entry.message for entry in parts.chain.entries])
         newest = max(found, parts.chain.version)
         if rows and newest < steps:
             self.node.warn("steps lost", f"{steps} steps were done, but the newest weights are those after {newest}")
@@ -275,17 +296,41 @@ class Trainer:
             )
         return -1
 
-    async def _load_published(self) -> None:
-        """The newest weights are those that were published; only the optimizer's moments are older."""
+    async def _published(self) -> Adapter | None:
+        """The head as it was published: our own weights if they are its, else from blobs; None: it cannot be had."""
         head = self.parts.chain.head
-        assert head is not None
-        blob = await asyncio.to_thread(self.node.exchange.blobs.get, head.message.adapter.keyframe.root)
-        if blob is None:
+        if head is None:
+            return None
+        own = rounded(await self._in_thread(self.learner.adapter), self.follower.manifest.transfer.dtype)
+        if await asyncio.to_thread(adapter_digest, own) == head.message.adapter.digest:
+            return own
+        return await asyncio.to_thread(self._rebuilt)
+
+    def _rebuilt(self) -> Adapter | None:
+        """The head from the blobs that are here: the newest whole version, and the deltas since."""
+        blobs, said = self.node.exchange.blobs, [entry.message.adapter for entry in self.parts.chain.entries]
+        adapter: Adapter | None = None
+        for first in reversed(range(len(said))):
+            whole = said[first].keyframe
+            raw = blobs.get(whole.root) if whole is not None else None
+            if raw is not None:
+                adapter = decode_adapter(raw)
+                break
+        for each in said[first + 1 :] if adapter is not None else []:
+            raw = blobs.get(each.delta.blob.root) if each.delta is not None else None
+            if raw is None or each.delta is None:
+                return None
+            adapter = decode_delta(each.delta.codec, raw, adapter)
+        return adapter if adapter is not None and adapter_digest(adapter) == said[-1].digest else None
+
+    async def _load_published(self, published: Adapter | None) -> None:
+        """The newest weights are those that were published; only the optimizer's moments are older."""
+        if published is None:
             raise ValueError(
-                f"the checkpoint of v{head.message.version} is not whole, and the adapter that was published is not in "
-                f"{self.node.exchange.blobs.folder} either: restore {self.options.home} from a copy"
+                f"the checkpoint of v{self.parts.chain.version} is not whole, and the adapter that was published is "
+                f"not in {self.node.exchange.blobs.folder} either: restore {self.options.home} from a copy"
             )
-        await self._in_thread(self.learner.load_adapter, decode_adapter(blob))
+        await self._in_thread(self.learner.load_adapter, published)
 
     # ------------------------------------------------------------------ training
 
@@ -424,16 +469,17 @@ class Trainer:
         await self.parts.store.set_state([group.digest for group in groups], "stale", self.learner.steps)
 
     async def _commit(self, batch: tuple[Queued, ...], metrics: dict[str, float]) -> None:
-        """Files first, then the transaction, then the announcement."""
-        parts, step = self.parts, self.learner.steps
-        state, adapter = await self._in_thread(lambda: (self.learner.state(), self.learner.adapter()))
+        """The version, if this step publishes one; then files, the transaction, the announcement."""
+        parts, step, phases = self.parts, self.learner.steps, _Phases()
+        publishes = step % self.follower.manifest.publish_every == 0 or step == self.follower.manifest.max_steps
+        published, state = await self._in_thread(self._next_version, publishes, self._link_bytes_per_s())
+        phases.end("encode_s")
         name, digest = await asyncio.to_thread(parts.checkpoints.write, step, state)
         consumed = [Consumed(group.digest, group.producer, group.oldest_version, step - 1) for group in batch]
         pending = parts.record.pending + sorted(consumed, key=lambda group: group.digest)
-        publishes = step % self.follower.manifest.publish_every == 0 or step == self.follower.manifest.max_steps
         sealed: Sealed[Announcement] | None = None
-        if publishes:
-            ref = await asyncio.to_thread(self._store_adapter, adapter)
+        if published is not None:
+            ref = await asyncio.to_thread(store, published, self.node.exchange.blobs)
             sealed = parts.record.announcement(parts.chain, step, ref, pending, metrics)
         announcement = (step, sealed.raw) if sealed is not None else None
         digests = tuple(group.digest for group in batch)
@@ -446,14 +492,42 @@ class Trainer:
                 await self._set_stale(stale)
         parts.intake.forget(step)
         parts.record.pending = [] if publishes else pending
-        if sealed is not None:
+        if sealed is not None and published is not None:
             await asyncio.to_thread(parts.record.append, VersionEntry(sealed.raw, tuple(pending)))
             self._extend(sealed)
+            phases.end("store_s")
             await self._announce(sealed)
+            phases.end("announce_s")
+            self._emit_published(step, published, phases)
         await self._clean_up(step)
 
-    def _store_adapter(self, adapter: Adapter) -> AdapterRef:
-        return AdapterRef(adapter_digest(adapter), self.node.exchange.blobs.put(encode_adapter(adapter)))
+    def _next_version(self, publishes: bool, link_bytes_per_s: float | None) -> tuple[Published | None, bytes]:
+        """The version that this step makes, if it makes one, and the state of the learner that goes on from it."""
+        published = None
+        if publishes:
+            published = self.publisher.publish(self.learner.target(), link_bytes_per_s, self.step_s)
+            self.learner.settle(published.rebuilt)
+        return published, self.learner.state()
+
+    def _link_bytes_per_s(self) -> float | None:
+        """The rate at which most inference peers say that they can download; None when none says."""
+        ads = [sealed.message for sealed in self.follower.neighbourhood.ads.values()]
+        return link_rate(ad.down_bytes_per_s or 0.0 for ad in ads if ad.role == "inference")
+
+    def _emit_published(self, version: int, published: Published, phases: "_Phases") -> None:
+        keyframe, delta = published.keyframe, published.delta
+        self.node.metrics.emit(
+            "published",
+            version=version,
+            codec=published.codec,
+            keyframe=keyframe is not None,
+            bytes=len(delta[1] if delta is not None else keyframe or b""),
+            keyframe_bytes=len(keyframe) if keyframe is not None else None,
+            stepped_ms=phases.begun_ms,
+            encode_s=phases.took_s["encode_s"],
+            store_s=phases.took_s["store_s"],
+            announce_s=phases.took_s["announce_s"],
+        )
 
     def _extend(self, sealed: Sealed[Announcement]) -> None:
         outcome = self.parts.chain.extend(sealed)
@@ -467,10 +541,12 @@ class Trainer:
             self.follower.neighbourhood.head_changed()
 
     async def _publish_first(self) -> None:
-        """Version 0: the freshly initialised adapter, trained on nothing."""
+        """Version 0: the freshly initialised adapter, trained on nothing. What rounding took from it was random, so
+        nothing of it is carried: a restart needs no checkpoint before the first step."""
         parts = self.parts
-        adapter = await self._in_thread(self.learner.adapter)
-        ref = await asyncio.to_thread(self._store_adapter, adapter)
+        published = await self._in_thread(lambda: self.publisher.publish(self.learner.target()))
+        await self._in_thread(self.learner.load_adapter, published.rebuilt)
+        ref = await asyncio.to_thread(store, published, self.node.exchange.blobs)
         sealed = parts.record.announcement(parts.chain, 0, ref, [], {})
         await parts.store.extend_chain([(0, sealed.raw)])
         await asyncio.to_thread(parts.record.append, VersionEntry(sealed.raw, ()))
@@ -620,3 +696,7 @@ def _refuse_change_of_kind(old: Manifest, new: Manifest) -> None:
     for name in ("max_lag", "seed", "model", "lora", "environment", "sampling"):
         if getattr(old, name) != getattr(new, name):
             raise ValueError(f"{name}: this run began with another one, and it is fixed; start a new run to change it")
+    if old.transfer.dtype != new.transfer.dtype:
+        raise ValueError(
+            f"transfer.dtype: this run began with {old.transfer.dtype}, and it is fixed; start a new run to change it"
+        )

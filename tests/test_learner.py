@@ -16,7 +16,8 @@ from torch import nn
 from peers.learning.advantages import grpo_advantages
 from peers.learning.learner import Learner, TrainingGroup
 from peers.models.base import BaseModel
-from protocols.adapters import Tensor, adapter_digest
+from protocols.adapters import Adapter, Tensor, adapter_digest
+from protocols.codecs import rounded, widened
 from protocols.faults import LocalFault, PeerFault
 from protocols.manifest import LearningSpec, LoraSpec
 from tests.test_lora import VOCAB, tiny_model
@@ -433,6 +434,81 @@ def test_load_adapter_continues_with_the_published_weights_and_the_old_moments()
     with pytest.raises(PeerFault, match="adapter does not fit"):
         learner.load_adapter({})
     assert learner.adapter() == rounded
+
+
+def floats(adapter: Adapter) -> torch.Tensor:
+    return torch.cat([torch.frombuffer(bytearray(t.data), dtype=torch.float32) for t in adapter.values()])
+
+
+def test_what_is_published_and_what_is_carried_add_up_to_the_target_bit_for_bit() -> None:
+    learner = new_learner()
+    learner.step([group()])
+    target = learner.target()
+    assert target == learner.adapter(), "nothing is carried yet"
+    published = rounded(target, "bfloat16")
+    learner.settle(published)
+    assert learner.adapter() == widened(published), "the policy is what was published"
+    assert learner.adapter() != target
+    assert learner.target() == target, "rounding loses nothing: its error is a float32"
+    learner.settle(published)
+    assert learner.target() == target, "to settle again changes nothing"
+
+
+def test_steps_between_two_versions_move_the_parameters_and_keep_what_is_carried() -> None:
+    learner = new_learner()
+    learner.step([group()])
+    carried = floats(learner.target())
+    learner.settle(rounded(learner.target(), "bfloat16"))
+    carried = carried - floats(learner.adapter())
+    for i in range(3):
+        learner.step([another_group(i)])
+    assert torch.equal(floats(learner.target()), floats(learner.adapter()) + carried)
+    assert carried.any()
+
+
+def test_to_publish_float32_changes_nothing_and_leaves_no_residual() -> None:
+    learner, other = new_learner(), new_learner()
+    for i in range(3):
+        for each in (learner, other):
+            each.step([another_group(i), group()])
+        learner.settle(learner.target())
+    assert learner.state() == other.state()
+    assert b"residual/" not in learner.state()
+
+
+def test_what_is_carried_is_part_of_the_state_and_of_nothing_else() -> None:
+    straight, second = new_learner(), new_learner(seed=9)
+    without = straight.state()
+    for i in range(2):
+        straight.step([another_group(i), group()])
+        straight.settle(rounded(straight.target(), "bfloat16"))
+    assert b"residual/" in straight.state()
+    second.load_state(straight.state())
+    assert second.state() == straight.state()
+    for each in (straight, second):
+        each.step([another_group(2), group()])
+        each.settle(rounded(each.target(), "bfloat16"))
+    assert second.state() == straight.state()
+    target = second.target()
+    second.load_adapter(straight.adapter())
+    assert second.target() == straight.adapter() != target, "a loaded adapter has nothing beyond it"
+    second.load_state(without)  # as an older checkpoint, it has none
+    assert second.target() == second.adapter()
+
+
+def test_b73_a_residual_that_is_not_finite_or_of_another_shape_is_refused() -> None:
+    learner = new_learner()
+    learner.step([group()])
+    learner.settle(rounded(learner.target(), "bfloat16"))
+    tensors = safetensors.torch.load(learner.state())
+    name = next(each for each in tensors if each.startswith("residual/"))
+    good = learner.state()
+    for bad in (torch.full_like(tensors[name], math.nan), tensors[name].double(), tensors[name][:1]):
+        with pytest.raises(ValueError, match="learner state: residual/"):
+            learner.load_state(safetensors.torch.save(tensors | {name: bad.contiguous()}))
+    with pytest.raises(ValueError, match="names differ"):
+        learner.load_state(safetensors.torch.save(tensors | {"residual/nobody": tensors[name].clone()}))
+    assert learner.state() == good
 
 
 def test_the_same_groups_give_the_same_adapter() -> None:

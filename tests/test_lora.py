@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peers.models.lora import attach_lora, lora_parameters, read_adapter, write_adapter
 from protocols.adapters import Tensor, adapter_digest, decode_adapter, encode_adapter
+from protocols.codecs import rounded, widened
 from protocols.faults import PeerFault
 from protocols.manifest import LoraSpec
 
@@ -117,6 +118,15 @@ def test_what_is_written_is_read_back_bit_for_bit_through_the_wire_format() -> N
     assert torch.equal(source(IDS).logits, sink(IDS).logits)
 
 
+def test_bfloat16_is_widened_exactly() -> None:
+    peft_model = attach_lora(tiny_model(), SPEC, seed=0)
+    published = rounded(random_adapter(peft_model), "bfloat16")
+    assert {tensor.dtype for tensor in published.values()} == {"BF16"}
+    write_adapter(peft_model, published)
+    assert read_adapter(peft_model) == widened(published)
+    assert rounded(read_adapter(peft_model), "bfloat16") == published
+
+
 def _renamed(adapter: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("model.layers", "model.language_model.layers"): t for name, t in adapter.items()}
 
@@ -134,9 +144,11 @@ MISFITS = {
     "empty": lambda _: {},
     "transposed": lambda a: _replaced(a, a["lm_head.lora_A"]._replace(shape=(HIDDEN, SPEC.r))),
     "other rank": lambda a: _replaced(a, Tensor("F32", (8, HIDDEN), bytes(4 * 8 * HIDDEN))),
-    "other dtype": lambda a: _replaced(a, Tensor("BF16", (SPEC.r, HIDDEN), bytes(2 * SPEC.r * HIDDEN))),
+    "other dtype": lambda a: _replaced(a, Tensor("F16", (SPEC.r, HIDDEN), bytes(2 * SPEC.r * HIDDEN))),
+    "short bfloat16": lambda a: _replaced(a, Tensor("BF16", (SPEC.r, HIDDEN), bytes(4 * SPEC.r * HIDDEN))),
     "short data": lambda a: _replaced(a, a["lm_head.lora_A"]._replace(data=b"1234")),
     "NaN": lambda a: _replaced(a, Tensor("F32", (SPEC.r, HIDDEN), NAN)),
+    "infinity in bfloat16": lambda a: _replaced(a, Tensor("BF16", (SPEC.r, HIDDEN), b"\x80\x7f" * SPEC.r * HIDDEN)),
 }
 
 

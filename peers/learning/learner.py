@@ -6,6 +6,12 @@ A step sees its groups once, so the proximal policy is the current one with the 
 pass gives both. Micro-batches add up to the gradient of the whole batch. Whether rollouts are too old or
 their rewards are right is decided before they come here; what their age does to their weight, here.
 
+What is published is the policy: its adapter has fewer bits than the optimizer works with, and may be a lossy
+delta's. So the parameters become what receivers rebuild, and the difference is carried, as a residual, to the
+next version that is published (error feedback, arXiv 1901.09847, algorithm 1, with the whole step as its g):
+
+    target = parameters + residual --publish--> rebuilt;  parameters := rebuilt, residual := target - rebuilt
+
 A step that cannot teach anything is skipped, with a reason, and changes nothing, not even a moment of
 AdamW: it is no progress and there is no new version to announce. Nothing here draws random numbers after
 the adapter is initialised.
@@ -25,7 +31,7 @@ import torch
 from peers.learning.advantages import ADVANTAGES
 from peers.learning.losses import LOSSES, LossSums, TokenBatch, staleness_weight
 from peers.models.base import BaseModel
-from peers.models.lora import attach_lora, lora_parameters, read_adapter, write_adapter
+from peers.models.lora import attach_lora, lora_parameters, read_adapter, to_adapter, write_adapter
 from protocols.adapters import Adapter, Tensor
 from protocols.faults import LocalFault
 from protocols.manifest import LearningSpec, LoraSpec
@@ -44,6 +50,7 @@ ADAMW_EPS = 1e-8
 PAD_ID = 0
 
 _STEPS = "steps"
+_RESIDUAL = "residual"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter, as torch names it
 
 
@@ -146,6 +153,8 @@ class Learner:
         self._advantages = ADVANTAGES[spec.loss]
         self._loss = LOSSES[spec.loss]
         self._parameters = lora_parameters(self.policy)
+        self._residual: dict[str, torch.Tensor] = {}
+        """By name: what the last published adapter lacks, float32. Absent is zero."""
         self._device = next(iter(self._parameters.values())).device
         self._micro_batch_tokens = MICRO_BATCH_TOKENS_CPU if self._device.type == "cpu" else MICRO_BATCH_TOKENS_GPU
         self._optimizer = torch.optim.AdamW(
@@ -202,9 +211,31 @@ class Learner:
         """The adapter as it stands."""
         return read_adapter(self.policy)
 
+    @torch.no_grad()
+    def target(self) -> dict[str, Tensor]:
+        """What ought to be published next, F32: the adapter as it stands, and what the last version lacks."""
+        return to_adapter({name: self._target(name) for name in self._parameters})
+
+    def _target(self, name: str) -> torch.Tensor:
+        parameter, residual = self._parameters[name], self._residual.get(name)
+        return parameter if residual is None else parameter + residual
+
+    @torch.no_grad()
+    def settle(self, rebuilt: Adapter) -> None:
+        """Go on from what was published in place of `target()`; the difference is carried to the next version.
+
+        With a lossless float32 version it is zero and nothing changes. PeerFault if `rebuilt` does not fit.
+        """
+        targets = {name: self._target(name).clone() for name in self._parameters}
+        write_adapter(self.policy, rebuilt)
+        lacking = {name: targets[name] - parameter for name, parameter in self._parameters.items()}
+        self._residual = {name: residual for name, residual in lacking.items() if residual.any()}
+
     def load_adapter(self, adapter: Adapter) -> None:
-        """Continue from this adapter; AdamW's moments and `steps` stay. PeerFault if it does not fit."""
+        """Continue from this adapter and nothing beyond it; AdamW's moments and `steps` stay. PeerFault if it does
+        not fit."""
         write_adapter(self.policy, adapter)
+        self._residual = {}
 
     def state(self) -> bytes:
         """All that a new Learner with the same arguments needs to continue bit for bit; safetensors."""
@@ -213,6 +244,7 @@ class Learner:
             tensors[f"lora/{name}"] = parameter.detach()
             for moment, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"{moment}/{name}"] = value
+        tensors |= {f"{_RESIDUAL}/{name}": residual for name, residual in self._residual.items()}
         return safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
     @torch.no_grad()
@@ -229,9 +261,16 @@ class Learner:
             if f"step/{name}" in tensors:
                 moments = (torch.tensor(0.0), parameter, parameter)
                 expected |= {f"{key}/{name}": value for key, value in zip(_MOMENTS, moments, strict=True)}
+            if f"{_RESIDUAL}/{name}" in tensors:
+                expected[f"{_RESIDUAL}/{name}"] = parameter
         _require_alike(tensors, expected)
 
         self._optimizer.state.clear()
+        self._residual = {
+            name: tensors[f"{_RESIDUAL}/{name}"].to(parameter.device)
+            for name, parameter in self._parameters.items()
+            if f"{_RESIDUAL}/{name}" in tensors
+        }
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[f"lora/{name}"])
             if f"step/{name}" in tensors:

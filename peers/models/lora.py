@@ -1,6 +1,6 @@
 """LoRA adapters on a base model: attach, read, write.
 
-    base module --attach_lora--> peft model --read_adapter--> {name: Tensor}   what a trainer publishes
+    base module --attach_lora--> peft model --read_adapter--> {name: Tensor}   what a trainer has, in F32
                                      ^------ write_adapter <-- {name: Tensor}  what a peer received
 
 Adapter names are the base model's own module paths, so they mean the same to every engine:
@@ -10,6 +10,7 @@ weight is `W + alpha / r * B @ A` (LoRA, arXiv 2106.09685, section 4.1).
 
 import copy
 import math
+from collections.abc import Mapping
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,6 +22,7 @@ from protocols.faults import LocalFault, PeerFault
 from protocols.manifest import LoraSpec
 
 _SLOT = "default"  # peft names its adapters; we keep one
+_WRITABLE = {"F32": torch.float32, "BF16": torch.bfloat16}  # what an adapter may be published in
 
 
 def attach_lora(module: nn.Module, spec: LoraSpec, seed: int) -> PeftModel:
@@ -64,18 +66,23 @@ def lora_parameters(peft_model: PeftModel) -> dict[str, nn.Parameter]:
 
 def read_adapter(peft_model: PeftModel) -> dict[str, Tensor]:
     """The adapter as it stands, float32, sorted by name."""
+    return to_adapter(lora_parameters(peft_model))
+
+
+def to_adapter(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    """These tensors as an F32 adapter, in their order."""
     adapter = {}
-    for name, parameter in lora_parameters(peft_model).items():
-        array = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+    for name, tensor in tensors.items():
+        array = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         adapter[name] = Tensor("F32", tuple(array.shape), array.astype("<f4", copy=False).tobytes())
     return adapter
 
 
 @torch.no_grad()
 def write_adapter(peft_model: PeftModel, adapter: Adapter) -> None:
-    """Replace the whole adapter.
+    """Replace the whole adapter. Tensors are F32 or BF16; the latter are widened, which is exact.
 
-    Names, dtypes and shapes must be exactly the model's and every value finite; otherwise raises
+    Names and shapes must be exactly the model's and every value finite; otherwise raises
     PeerFault("adapter does not fit") and nothing has changed.
     """
     parameters = lora_parameters(peft_model)
@@ -87,12 +94,13 @@ def write_adapter(peft_model: PeftModel, adapter: Adapter) -> None:
 
 
 def _values(name: str, tensor: Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    if tensor.dtype != "F32" or tuple(tensor.shape) != shape:
-        detail = f"{name} is {tensor.dtype} {list(tensor.shape)}, expected F32 {list(shape)}"
+    dtype = _WRITABLE.get(tensor.dtype)
+    if dtype is None or tuple(tensor.shape) != shape:
+        detail = f"{name} is {tensor.dtype} {list(tensor.shape)}, expected F32 or BF16 {list(shape)}"
         raise PeerFault("adapter does not fit", detail)
-    if len(tensor.data) != 4 * math.prod(shape):
+    if len(tensor.data) != dtype.itemsize * math.prod(shape):
         raise PeerFault("adapter does not fit", f"{name} has {len(tensor.data)} bytes")
-    values = torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(shape)
+    values = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(shape).float()
     if not values.isfinite().all():
         raise PeerFault("adapter does not fit", f"{name} has values that are not finite")
     return values
