@@ -8,7 +8,7 @@ reused. Three families:
     request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts,
               RoundCall, StatusRequest                                              (unary call)
     reply     HelloReply, HeartbeatReply, Envelopes, Refused, RoundReply, Status    (unary answer)
-    stream    BlobOpen, ChunkAsk; BlobOffer, ChunkHead                              (blob stream)
+    stream    BlobOpen, ChunkAsk, BlobHave; BlobOffer, ChunkHead                     (blob stream)
 
 Streams and calls are authenticated by libp2p, so only what outlives them is signed.
 """
@@ -19,6 +19,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocols.faults import PeerFault
+
+CHUNKS_MAX = 6144  # of a blob: 1.5 GiB, the largest adapter, in chunks of 256 KiB
 
 Count = Annotated[int, Meta(ge=0, lt=2**32)]
 Version = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -31,6 +33,7 @@ RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern=r"^[a-z0-9][a-
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # no NaN, no infinity
 Label = Annotated[str, Meta(max_length=128)]
 Term = Annotated[int, Meta(ge=0, lt=2**32)]  # an election number; how fast it may rise is checked in protocols/election
+Bitmap = Annotated[bytes, Meta(max_length=CHUNKS_MAX // 8)]  # a bit a chunk, the first in the lowest bit of byte 0
 Mode = Literal["sequential", "async"]
 Role = Literal["bootstrap", "trainer", "inference"]
 
@@ -42,9 +45,7 @@ RECORD_BYTES_MAX = 16 * 1024  # the manifest is the largest DHT value; it is a f
 CHAIN_PAGE_MAX = 256  # announcements an answer; about 1 KB each
 METRICS_MAX = 32
 PAGE_ENVELOPES_MAX = 1024
-CHUNKS_MAX = 6144  # of a blob: 1.5 GiB, the largest adapter, in chunks of 256 KiB
 HASHES_BYTES_MAX = 32 * CHUNKS_MAX
-BITMAP_BYTES_MAX = CHUNKS_MAX // 8
 SOURCES_MAX = 4  # peers that an answer names as sources of the head; a fetch asks three
 STATUS_PEERS_MAX = 2048  # rows of a status, about 300 B each: well under a unary message
 
@@ -437,16 +438,28 @@ class BlobOpen(Struct, frozen=True, tag="blob-open"):
     root: Digest
     hashes: bool = False
     """Send the list of chunk hashes too."""
+    have: Bitmap = b""
+    """Chunks that the asker has."""
 
 
 class BlobOffer(Struct, frozen=True, tag="blob-offer"):
-    """The holder's: what the asker may ask it for. Again whenever there is more; then without the list of hashes."""
+    """The holder's: what the asker may ask it for. Again whenever there is more, and as a sign of life.
+
+    The list of hashes is in the first offer that the holder can put it in.
+    """
 
     found: bool
     """False: neither here nor on its way here. Ends the stream."""
     hashes: Annotated[bytes, Meta(max_length=HASHES_BYTES_MAX)] = b""
-    chunks: Annotated[bytes, Meta(max_length=BITMAP_BYTES_MAX)] = b""
-    """A bit a chunk, the first in the lowest bit of the first byte; what is behind the end is not offered."""
+    chunks: Bitmap = b""
+    sparing: bool = False
+    """The holder wants to be asked only for what nobody else offers, and offers its chunks little by little."""
+
+
+class BlobHave(Struct, frozen=True, tag="blob-have"):
+    """The asker's, to a holder that is sparing: what it has by now, from whomever."""
+
+    chunks: Bitmap
 
 
 class ChunkAsk(Struct, frozen=True, tag="chunk-ask"):
@@ -463,7 +476,7 @@ class ChunkHead(Struct, frozen=True, tag="chunk-head"):
 
 Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt | Lease | Directive
 Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts | RoundCall | StatusRequest
-BlobAsker = BlobOpen | ChunkAsk
+BlobAsker = BlobOpen | ChunkAsk | BlobHave
 BlobHolder = BlobOffer | ChunkHead
 Reply = HelloReply | HeartbeatReply | Envelopes | Refused | RoundReply | Status
 

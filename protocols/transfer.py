@@ -2,23 +2,49 @@
 
     root = SHA-256 over (size, hash of chunk 0, hash of chunk 1, ...)
 
-A receiver knows the root from a signed announcement, asks a source for the list of hashes, checks the
-list against the root, then checks each chunk against the list. So a source that lies is found at the
-first chunk, and what earlier sources sent stays good.
+A receiver knows the root from a signed announcement, gets the list of hashes from any source, checks the
+list against the root, and each chunk against the list. So a source that lies is found at the first chunk,
+and what other sources sent stays good. Two machines decide what moves:
+
+    Schedule   the asker's: which chunk to ask whom for next. Rarest first among the sources at hand, several
+               in flight at each, what is late is asked for elsewhere too.
+    Seeding    that of a holder which spares its uplink (the trainer): offers each asker chunks that nobody
+               has been offered, so that it sends each chunk once before it repeats one, and askers find the
+               rest at each other (the "super-seeding" of BitTorrent clients).
+
+Sets of chunks are integers, a bit a chunk: the set algebra of 6,144 chunks then costs less than a microsecond.
 """
 
 import hashlib
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from protocols.adapters import ADAPTER_BYTES_MAX
 from protocols.faults import LocalFault, PeerFault
-from protocols.messages import BlobRef
+from protocols.messages import CHUNKS_MAX, BlobRef
 
 CHUNK_BYTES = 256 * 1024
 HASH_BYTES = 32
 _DOMAIN = b"echo-swarm/1/blob\0"
+
+IN_FLIGHT_MIN = 2  # at one source: while one chunk arrives, the next is asked for
+IN_FLIGHT_MAX = 16  # 4 MiB: what 0.1 s holds at 40 MB/s; beyond that loopback is no faster
+PIPELINE_S = 0.1  # asks in flight cover a round trip of this
+IN_FLIGHT_TOTAL_MIN = 8  # before the rate is known, and on slow links: 16 s at 1 Mbit/s
+IN_FLIGHT_TOTAL_S = 2.0  # of the measured rate: what is asked for is bound to a source, so not too far ahead
+LATE_MIN_S = 1.0  # before a chunk is asked for at a second source
+LATE_FACTOR = 3.0  # of the usual time from ask to arrival
+LATE_UNKNOWN_S = 3.0  # while no chunk has arrived yet
+STALL_S = 5.0  # no byte for this long from whoever was asked is a stall (FIELD: Parallax, Psyche)
+SLOW_S = 60.0  # for one chunk, whatever drips: 4 KB/s, slower than any link worth waiting for
+GAIN = 0.2  # of the running means: about five chunks
+
+SEEDED_MIN = 2  # chunks an asker is offered and has not taken: one arrives, one is asked for
+SEEDED_MAX = 64  # 16 MiB: more than a fast link empties in a round trip
+SPREAD_CHUNKS = 4.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
+PROMISE_S = 2.0  # an offer not taken for this long no longer keeps a chunk from others
 
 
 def num_chunks(size: int) -> int:
@@ -43,86 +69,367 @@ def blob_ref(blob: bytes) -> BlobRef:
     return BlobRef(root_of(len(blob), chunk_hashes(blob)), len(blob))
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What to ask a source for next: the hashes, and `count` chunks from `first` on."""
-
-    hashes: bool
-    first: int
-    count: int
+def to_bitmap(chunks: int) -> bytes:
+    """A set of chunks as it travels; no longer than it must be."""
+    return chunks.to_bytes((chunks.bit_length() + 7) // 8, "little")
 
 
-class Download:
-    """One blob on its way here, from any number of sources. Keeps what was verified."""
+def from_bitmap(bitmap: bytes, count: int) -> int:
+    """The set of chunks in a bitmap, of those that a blob of `count` chunks has."""
+    return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
-    def __init__(self, ref: BlobRef, bytes_max: int = ADAPTER_BYTES_MAX) -> None:
-        if ref.size > bytes_max:
+
+def indexes(chunks: int) -> Iterator[int]:
+    """The members of a set of chunks, lowest first."""
+    while chunks:
+        lowest = chunks & -chunks
+        yield lowest.bit_length() - 1
+        chunks ^= lowest
+
+
+class ChunkList:
+    """A blob's chunks by size and hash, once the list of hashes is known."""
+
+    def __init__(self, ref: BlobRef) -> None:
+        if ref.size > ADAPTER_BYTES_MAX:
             raise PeerFault("blob too large", f"{ref.size} bytes")
         self.ref = ref
-        self._hashes: bytes | None = None
-        self._have: set[int] = set()
-        self._blob = io.BytesIO()  # chunks at their places: joining them at the end would take as much memory again
+        self.count = num_chunks(ref.size)
+        assert self.count <= CHUNKS_MAX
+        self.hashes: bytes | None = None
 
     @property
-    def done(self) -> bool:
-        """True when every chunk is here and verified."""
-        return self._hashes is not None and len(self._have) == num_chunks(self.ref.size)
+    def all(self) -> int:
+        """The set of all chunks."""
+        return (1 << self.count) - 1
 
-    @property
-    def received_bytes(self) -> int:
-        """Verified bytes so far."""
-        return sum(map(self.chunk_size, self._have))
-
-    @property
-    def hashes(self) -> bytes:
-        """The hash list, verified. Only once it was taken."""
-        if self._hashes is None:
-            raise LocalFault("no hash list yet")
-        return self._hashes
-
-    def want(self) -> Want | None:
-        """The next request for any source: the first run of missing chunks. None when done."""
-        if self.done:
-            return None
-        total = num_chunks(self.ref.size)
-        missing = [index for index in range(total) if index not in self._have]
-        first = missing[0] if missing else 0
-        count = next((at for at, index in enumerate(missing) if index != first + at), len(missing))
-        return Want(self._hashes is None, first, count)
-
-    def take_hashes(self, size: int, hashes: bytes) -> None:
-        """The hash list from a source. Raises PeerFault when it is not the list of this root."""
-        if size != self.ref.size or len(hashes) != HASH_BYTES * num_chunks(size):
-            raise PeerFault("wrong blob", "size")
-        if root_of(size, hashes) != self.ref.root:
-            raise PeerFault("wrong blob", "hash list")
-        self._hashes = hashes
-
-    def chunk_size(self, index: int) -> int:
+    def size(self, index: int) -> int:
         """Bytes of chunk `index`; all are CHUNK_BYTES but the last."""
         return min(CHUNK_BYTES, self.ref.size - index * CHUNK_BYTES)
 
-    def take_chunk(self, index: int, data: bytes) -> None:
-        """One chunk from a source. Raises PeerFault when it is not what the list says."""
-        if self._hashes is None:
+    def bytes_of(self, chunks: int) -> int:
+        """Bytes of a set of chunks."""
+        whole = chunks.bit_count() * CHUNK_BYTES
+        last = self.count - 1
+        return whole - (CHUNK_BYTES - self.size(last) if self.count and chunks >> last & 1 else 0)
+
+    def take_hashes(self, hashes: bytes) -> None:
+        """The list from a source. Raises PeerFault when it is not the list of this root."""
+        if len(hashes) != HASH_BYTES * self.count or root_of(self.ref.size, hashes) != self.ref.root:
+            raise PeerFault("wrong blob", "hash list")
+        self.hashes = hashes
+
+    def check(self, index: int, data: bytes | memoryview) -> None:
+        """Raises PeerFault unless `data` is chunk `index`."""
+        if self.hashes is None:
             raise LocalFault("chunk before its hash list")
-        if not 0 <= index < num_chunks(self.ref.size):
-            raise PeerFault("wrong chunk", f"index {index}")
-        if len(data) != self.chunk_size(index):  # a list may be signed and still lie about the size
+        if len(data) != self.size(index):  # a list may be signed and still lie about the size
             raise PeerFault("wrong chunk", f"{len(data)} bytes")
-        if hashlib.sha256(data).digest() != self._hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]:
-            raise PeerFault("wrong chunk", f"{index} of {num_chunks(self.ref.size)}")
-        self._blob.seek(index * CHUNK_BYTES)
-        self._blob.write(data)
-        self._have.add(index)
-
-    def blob(self) -> bytes:
-        """The whole blob. Only once `done`."""
-        if not self.done:
-            raise LocalFault("blob is not complete")
-        return self._blob.getvalue()
+        if hashlib.sha256(data).digest() != self.hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]:
+            raise PeerFault("wrong chunk", f"{index} of {self.count}")
 
 
-def served_range(size: int, first: int, count: int) -> Sequence[int]:
-    """Chunk indexes to serve for a request, cut to what exists."""
-    return range(min(first, num_chunks(size)), min(first + count, num_chunks(size)))
+# ---------------------------------------------------------------------- the asker
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A source offers all these chunks now. `sparing`: it is to be asked only for what others do not offer."""
+
+    source: str
+    chunks: int
+    sparing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A chunk came from a source, and is what its hash says."""
+
+    source: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A source is gone, whatever the reason."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed; a few times a second, so that what is late is noticed."""
+
+
+Event = Offered | Arrived | Lost | Ticked
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a source for a chunk."""
+
+    source: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Close the stream with a source, and why: `stalled`, `slow`, or `overtaken` by another one with the same chunk."""
+
+    source: str
+    reason: str
+
+
+Action = Ask | Leave
+
+
+@dataclass(slots=True)
+class _Source:
+    offered: int
+    sparing: bool
+    asked: dict[int, float] = field(default_factory=dict)
+    """Chunks in flight, and when each was asked for; oldest first."""
+    last_s: float = -math.inf
+    """When it last sent a chunk."""
+    heard_s: float = -math.inf
+    """When it last sent a byte."""
+    chunk_s: float | None = None
+    """Running mean of the time it takes for one."""
+
+    @property
+    def window(self) -> int:
+        if self.chunk_s is None:
+            return IN_FLIGHT_MIN
+        return min(IN_FLIGHT_MAX, max(IN_FLIGHT_MIN, 1 + math.ceil(PIPELINE_S / max(self.chunk_s, 1e-6))))
+
+    def late(self, now_s: float, late_s: float) -> bool:
+        """Something that it was asked for is overdue."""
+        return any(now_s - asked_s > late_s for asked_s in self.asked.values())
+
+    def failing(self, now_s: float) -> str | None:
+        """Why it is to be left, if it is."""
+        if not self.asked:
+            return None
+        oldest_s = next(iter(self.asked.values()))
+        if now_s - max(oldest_s, self.heard_s) > STALL_S:
+            return "stalled"
+        return "slow" if now_s - max(oldest_s, self.last_s) > SLOW_S else None
+
+
+class Schedule:
+    """What to ask whom for, until all of `count` chunks are here."""
+
+    def __init__(self, count: int, have: int, rng: random.Random) -> None:
+        """`have`: chunks that are here already."""
+        self.have = have
+        self._all = (1 << count) - 1
+        self._rng = rng
+        self._sources: dict[str, _Source] = {}
+        self._usual_s: float | None = None
+        """Running mean of the time from an ask to the arrival."""
+
+    @property
+    def done(self) -> bool:
+        """Every chunk is here."""
+        return self.have == self._all
+
+    @property
+    def offered(self) -> int:
+        """Missing chunks that some source offers."""
+        return _union(source.offered for source in self._sources.values()) & ~self.have
+
+    def asked(self, source: str, index: int) -> bool:
+        """A source was asked for a chunk and has not sent it."""
+        known = self._sources.get(source)
+        return known is not None and index in known.asked
+
+    def heard(self, source: str, now_s: float) -> None:
+        """A byte came from a source."""
+        known = self._sources.get(source)
+        if known is not None:
+            known.heard_s = now_s
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take what happened; what to do about it. A source that is to be left is forgotten already."""
+        match event:
+            case Offered(name, chunks, sparing):
+                source = self._sources.setdefault(name, _Source(0, sparing))
+                source.offered, source.sparing = chunks & self._all, sparing
+                actions: list[Action] = []
+            case Arrived(name, index):
+                actions = self._arrived(name, index, now_s)
+            case Lost(name):
+                self._sources.pop(name, None)
+                actions = []
+            case Ticked():
+                failing = {name: source.failing(now_s) for name, source in self._sources.items()}
+                actions = [self._leave(name, reason) for name, reason in failing.items() if reason is not None]
+        return actions + self._asks(now_s)
+
+    def _arrived(self, name: str, index: int, now_s: float) -> list[Action]:
+        source = self._sources.get(name)
+        if source is not None and (asked_s := source.asked.pop(index, None)) is not None:
+            source.chunk_s = _mean(source.chunk_s, now_s - max(asked_s, source.last_s))
+            source.last_s = now_s
+            self._usual_s = _mean(self._usual_s, now_s - asked_s)
+        self.have |= 1 << index
+        overtaken = [each for each, other in self._sources.items() if index in other.asked]
+        return [self._leave(each, "overtaken") for each in overtaken]
+
+    def _leave(self, source: str, reason: str) -> Leave:
+        del self._sources[source]
+        return Leave(source, reason)
+
+    def _asks(self, now_s: float) -> list[Action]:
+        """As many as may be in flight, those with the least to do first."""
+        asks: list[Action] = []
+        late_s = LATE_UNKNOWN_S if self._usual_s is None else max(LATE_MIN_S, LATE_FACTOR * self._usual_s)
+        room = self._total() - sum(len(source.asked) for source in self._sources.values())
+        while room > 0:
+            ready = [each for each in self._sources.items() if len(each[1].asked) < each[1].window]
+            ready.sort(key=lambda each: (each[1].sparing, len(each[1].asked)))
+            for name, source in ready:
+                index = self._next(source, now_s, late_s)
+                if index is not None:
+                    source.asked[index] = now_s
+                    asks.append(Ask(name, index))
+                    break
+            else:
+                break
+            room -= 1
+        return asks
+
+    def _total(self) -> int:
+        rate = sum(1 / max(source.chunk_s, 1e-6) for source in self._sources.values() if source.chunk_s is not None)
+        return max(IN_FLIGHT_TOTAL_MIN, math.ceil(rate * IN_FLIGHT_TOTAL_S))
+
+    def _next(self, source: _Source, now_s: float, late_s: float) -> int | None:
+        """The rarest chunk to ask this source for; failing that, one that is late elsewhere."""
+        flying = _union(_set(each.asked) for each in self._sources.values())
+        wanted = source.offered & ~self.have & ~flying
+        others = [each for each in self._sources.values() if each is not source]
+        if source.sparing:
+            able = [each for each in others if not each.sparing and not each.late(now_s, late_s)]
+            wanted &= ~_union(each.offered for each in able)
+        if wanted:
+            return self._rarest(wanted)
+        late: dict[int, int] = {}
+        for each in others:
+            for index, asked_s in each.asked.items():
+                late[index] = late.get(index, 0) + (1 if now_s - asked_s > late_s else 2)
+        once = [index for index, weight in late.items() if weight == 1]  # asked of one source, and late there
+        return next((index for index in once if (source.offered & ~self.have) >> index & 1), None)
+
+    def _rarest(self, wanted: int) -> int:
+        """One of the chunks that the fewest sources offer, by lot."""
+        at_least = [wanted]  # at_least[n]: offered by n sources or more
+        for source in self._sources.values():
+            at_least.append(0)
+            for n in range(len(at_least) - 1, 0, -1):
+                at_least[n] |= at_least[n - 1] & source.offered
+        rarest = next(chunks for n in range(len(at_least)) if (chunks := at_least[n] & ~_at(at_least, n + 1)))
+        return _by_lot(rarest, self._rng)
+
+
+# ---------------------------------------------------------------------- the holder
+
+
+@dataclass(slots=True)
+class _Asker:
+    has: int
+    offered: int = 0
+    promised: dict[int, float] = field(default_factory=dict)
+    """Offered and not taken, and since when."""
+    taken: int = 0
+    """Chunks sent to it."""
+
+
+class Seeding:
+    """The offers of a holder that spares its uplink, for one blob. Offers to an asker only grow."""
+
+    def __init__(self, count: int, rng: random.Random) -> None:
+        self._count = count
+        self._all = (1 << count) - 1
+        self._rng = rng
+        self._askers: dict[str, _Asker] = {}
+        self._times = [0] * count
+        """How often each chunk was sent."""
+        self._spread_at_s = [-math.inf] * count
+        """Until when a chunk that was sent is left to the askers to spread."""
+
+    def joined(self, asker: str, has: int) -> None:
+        """An asker came, and has these chunks."""
+        self._askers[asker] = _Asker(has)
+
+    def left(self, asker: str) -> None:
+        """It went; what it was promised is free for others."""
+        self._askers.pop(asker, None)
+
+    def has(self, asker: str, chunks: int) -> None:
+        """It has these chunks by now, from whomever."""
+        known = self._askers[asker]
+        known.has |= chunks
+        for index in [index for index in known.promised if known.has >> index & 1]:
+            del known.promised[index]
+
+    def sent(self, asker: str, index: int, took_s: float, now_s: float) -> None:
+        """A chunk went out to it, and took so long."""
+        self._times[index] += 1
+        self._spread_at_s[index] = now_s + SPREAD_CHUNKS * took_s
+        known = self._askers.get(asker)
+        if known is not None:
+            known.taken += 1
+            known.promised.pop(index, None)
+
+    def offer(self, asker: str, now_s: float) -> int:
+        """What it may ask for now."""
+        known = self._askers[asker]
+        fresh = sum(now_s - since_s < PROMISE_S for since_s in known.promised.values())
+        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken) - fresh
+        while missing > 0 and (index := self._next(known, now_s)) is not None:
+            known.offered |= 1 << index
+            known.promised[index] = now_s
+            missing -= 1
+        return known.offered
+
+    def _next(self, asker: _Asker, now_s: float) -> int | None:
+        """The chunk that was sent least, of those that are nobody else's and had time to spread."""
+        promised = _union(
+            _set(index for index, since_s in each.promised.items() if now_s - since_s < PROMISE_S)
+            for each in self._askers.values()
+        )
+        free = self._all & ~asker.offered & ~asker.has & ~promised
+        ready = [index for index in indexes(free) if self._spread_at_s[index] <= now_s]
+        if not ready:
+            return None
+        least = min(self._times[index] for index in ready)
+        return self._rng.choice([index for index in ready if self._times[index] == least])
+
+
+def _union(sets: Iterator[int]) -> int:
+    union = 0
+    for each in sets:
+        union |= each
+    return union
+
+
+def _set(members: "Iterator[int] | dict[int, float]") -> int:
+    chunks = 0
+    for index in members:
+        chunks |= 1 << index
+    return chunks
+
+
+def _at(sets: list[int], n: int) -> int:
+    return sets[n] if n < len(sets) else 0
+
+
+def _by_lot(chunks: int, rng: random.Random) -> int:
+    """A member of a set: the first from a random place on."""
+    start = rng.randrange(chunks.bit_length())
+    above = chunks >> start
+    return start + (above & -above).bit_length() - 1
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + GAIN * (value - mean)
