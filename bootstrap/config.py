@@ -19,7 +19,15 @@ from msgspec import Meta, Struct
 from protocols.envelopes import KINDS, Sealed, seal
 from protocols.faults import PeerFault
 from protocols.identity import RUN_NAME, public_bytes, public_of, run_id_of
-from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, LoraSpec, Manifest, ModelSpec
+from protocols.manifest import (
+    CoordinationSpec,
+    EnvironmentSpec,
+    LearningSpec,
+    LoraSpec,
+    Manifest,
+    ModelSpec,
+    TransferSpec,
+)
 from protocols.messages import Count, PeerId, Sampling
 
 # What `swarm init` and `swarm sim` begin with: sums that the built-in model half knows (peers/models/train_builtin.py).
@@ -67,6 +75,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora: LoraSpec = msgspec.field(default_factory=LoraSpec)
     learning: LearningSpec = msgspec.field(default_factory=LearningSpec)
     coordination: CoordinationSpec = msgspec.field(default_factory=CoordinationSpec)
+    transfer: TransferSpec = msgspec.field(default_factory=TransferSpec)
     network: NetworkSection = msgspec.field(default_factory=NetworkSection)
     evaluation: EvaluationSection = msgspec.field(default_factory=EvaluationSection)
 
@@ -176,6 +185,7 @@ def _manifest(config: RunConfig, model_digest: bytes | None = None) -> Manifest:
         lora=config.lora,
         learning=config.learning,
         coordination=config.coordination,
+        transfer=config.transfer,
     )
 
 
@@ -232,6 +242,19 @@ COMMENTS = {
     "coordination.lease_s": "Seconds that a coordinator leads without a sign of life; at least 6, three heartbeats.",
     "coordination.coordinators": (
         "Peer ids that may be elected besides the trainers; none: the bootstrap peers that the trainer starts with."
+    ),
+    "transfer.codec": (
+        "How a version travels to peers that have the one before. `xor`: what changed, nothing is lost. `int8`, "
+        "`int4`: rounded changes, smaller; what they leave out is carried on to the next version. `raw`: whole. "
+        "`auto`: without loss, unless that takes longer than a step."
+    ),
+    "transfer.dtype": (
+        "Of the published adapter. It cannot change once the run has started; float32 is twice the size of bfloat16 "
+        "and rounds nothing."
+    ),
+    "transfer.keyframe_every": (
+        "Versions between two that are offered whole too, for peers that come late; sooner when the changes between "
+        "them add up to as much."
     ),
     "network.bootstrap": 'Addresses of bootstrap peers, as `swarm bootstrap` prints them: ["/ip4/.../p2p/..."].',
     "evaluation.problems": "Held-out problems that the trainer answers greedily; 0 measures nothing.",

@@ -37,6 +37,7 @@ WATCH_MIN_S, WATCH_MAX_S = 0.5, 3600.0  # an answer of a large run is half a meg
 TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
 BOOTSTRAPS_MAX = 8  # a guess: the election of a simulation has seen enough failures by then
 MODES, STALE = ("async", "sequential", "auto"), ("drop", "downweight")
+CODECS = ("auto", "raw", "xor", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +383,7 @@ def sim(  # noqa: PLR0913
     stale: Annotated[
         str, typer.Option(help="drop what is over the bound only, or also downweight what is within it by its age.")
     ] = "drop",
+    codec: Annotated[str, typer.Option(help="How versions travel: auto, raw, xor, int8 or int4.")] = "auto",
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",
@@ -405,12 +407,13 @@ def sim(  # noqa: PLR0913
     common = _merged(ctx, home, as_json, debug)
     _check_choice("mode", mode, MODES)
     _check_choice("stale", stale, STALE)
+    _check_choice("codec", codec, CODECS)
     _check_engines(engine.split(","))
     if report is not None and not report.absolute().parent.is_dir():
         raise ValueError(f"{report}: its folder does not exist")
     from bootstrap.config import ModelSection, RunConfig, environment_spec
     from bootstrap.sim import SimOptions
-    from protocols.manifest import CoordinationSpec
+    from protocols.manifest import CoordinationSpec, TransferSpec
 
     config = RunConfig(
         name="sim",
@@ -421,19 +424,14 @@ def sim(  # noqa: PLR0913
         model=ModelSection(name=model),
         environment=environment_spec(environment),
         coordination=CoordinationSpec(mode=mode, refresh_gap=refresh_gap, depth=depth, stale=stale),
+        transfer=TransferSpec(codec=codec),
     )
     with ExitStack() as stack:
         root = _sim_home(common.home, keep, stack)
         engines = tuple(engine.split(","))
         options = SimOptions(home=root, config=config, peers=peers, engines=engines, bootstraps=bootstraps)
         result = _run_sim(options, common)
-    if report is not None:
-        report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    _print_report(result, common)
-    if common.home is not None or keep:
-        typer.echo(f"kept in    {root}", err=common.json)
-    if report is not None:
-        typer.echo(f"report     {report}", err=common.json)
+    _hand_over(result, report, root if common.home is not None or keep else None, common)
     if result["audit"]["ok"] is not True:
         raise typer.Exit(FAILED)
 
@@ -628,6 +626,17 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> int | None:
 
 def _print_json(value: Any) -> None:
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def _hand_over(result: dict[str, Any], report: Path | None, kept: Path | None, common: Common) -> None:
+    """Write the report, print it, and say where things are."""
+    if report is not None:
+        report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    _print_report(result, common)
+    if kept is not None:
+        typer.echo(f"kept in    {kept}", err=common.json)
+    if report is not None:
+        typer.echo(f"report     {report}", err=common.json)
 
 
 def _print_report(report: dict[str, Any], common: Common) -> None:

@@ -26,7 +26,7 @@ from protocols.envelopes import seal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.ledger import MAGIC, Consumed, EndEntry, ManifestEntry, VersionEntry, frame, trained_on
-from protocols.manifest import CoordinationSpec
+from protocols.manifest import CoordinationSpec, TransferSpec
 from protocols.messages import AdapterRef, Announcement, BlobRef, RunEnd
 from protocols.policy import Chain
 from swarm.identity import Identity, load_identity
@@ -389,6 +389,7 @@ def test_json_prints_the_events_and_nothing_else_on_stdout(peers: Fakes) -> None
     [
         (("--mode", "magic"), "there is no mode 'magic': use --mode async or sequential or auto"),
         (("--stale", "keep"), "there is no stale 'keep': use --stale drop or downweight"),
+        (("--codec", "zip"), "there is no codec 'zip': use --codec auto or raw or xor or int8 or int4"),
         (("--refresh-gap", "5"), "coordination.refresh_gap 5 is over max_lag 4"),
         (("--report", "/nowhere/at/all.json"), "its folder does not exist"),
         (("--home", ROOT), "not empty"),
@@ -409,17 +410,18 @@ def test_a_simulation_is_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert swarm("sim").exit_code == 1
     assert asked[0].bootstraps == 1
     assert asked[0].config.coordination == CoordinationSpec()
-    words = "--mode auto --refresh-gap 2 --stale downweight --bootstraps 2 --peers 4 --max-lag 3"
+    words = "--mode auto --refresh-gap 2 --stale downweight --bootstraps 2 --peers 4 --max-lag 3 --codec int4"
     assert swarm("sim", *words.split()).exit_code == 1
     assert (asked[1].bootstraps, asked[1].peers, asked[1].config.max_lag) == (2, 4, 3)
     assert asked[1].config.coordination == CoordinationSpec(mode="auto", refresh_gap=2, stale="downweight")
+    assert (asked[0].config.transfer, asked[1].config.transfer) == (TransferSpec(), TransferSpec(codec="int4"))
 
 
 def test_usage_errors_and_help() -> None:
     assert swarm("nonsense").exit_code == 2
     assert swarm("sim", "--peers", "0").exit_code == 2
     assert swarm("join").exit_code == 2
-    assert "protocol echo-swarm/1" in swarm("--version").stdout
+    assert "protocol echo-swarm/2" in swarm("--version").stdout
     for command in ("init", "bootstrap", "train", "join", "sim", "audit"):
         result = swarm(command, "--help")
         assert result.exit_code == 0
