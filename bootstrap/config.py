@@ -244,9 +244,9 @@ COMMENTS = {
         "Peer ids that may be elected besides the trainers; none: the bootstrap peers that the trainer starts with."
     ),
     "transfer.codec": (
-        "How a version travels to peers that have the one before. `xor`: what changed, nothing is lost. `int8`, "
-        "`int4`: rounded changes, smaller; what they leave out is carried on to the next version. `raw`: whole. "
-        "`auto`: without loss, unless that takes longer than a step."
+        "How a version travels to peers that have the one before. `ulps`, `xor`: what changed, nothing is lost. "
+        "`int8`, `int4`: rounded changes, smaller; what they leave out is carried on to the next version. `raw`: "
+        "whole. `auto`: without loss, unless that takes longer than a step."
     ),
     "transfer.dtype": (
         "Of the published adapter. It cannot change once the run has started; float32 is twice the size of bfloat16 "

@@ -37,7 +37,7 @@ WATCH_MIN_S, WATCH_MAX_S = 0.5, 3600.0  # an answer of a large run is half a meg
 TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
 BOOTSTRAPS_MAX = 8  # a guess: the election of a simulation has seen enough failures by then
 MODES, STALE = ("async", "sequential", "auto"), ("drop", "downweight")
-CODECS = ("auto", "raw", "xor", "int8", "int4")
+CODECS = ("auto", "raw", "xor", "ulps", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +383,7 @@ def sim(  # noqa: PLR0913
     stale: Annotated[
         str, typer.Option(help="drop what is over the bound only, or also downweight what is within it by its age.")
     ] = "drop",
-    codec: Annotated[str, typer.Option(help="How versions travel: auto, raw, xor, int8 or int4.")] = "auto",
+    codec: Annotated[str, typer.Option(help="How versions travel: auto, raw, xor, ulps, int8 or int4.")] = "auto",
     model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",

@@ -4,7 +4,7 @@ A peer has a version once it was encoded, downloaded and decoded:
 
     seconds(codec) = encode_s + size / link + decode_s
 
-    lossless ("xor", "raw") --over a step--> int8 --over a step--> int4      and back, when the better one fits again
+    lossless (ulps, xor, raw) --over a step--> int8 --over a step--> int4      and back, when the better one fits again
 
 A transfer that is no longer than an optimizer step hides behind the next one, so nothing is won by making it shorter,
 and no precision is given away for it. When nothing fits, the fastest is taken. Sizes drift while a run learns: what is
@@ -14,7 +14,7 @@ not in use is measured again now and then, by whoever drives this (`due`).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-TIERS = (("xor", "raw"), ("int8",), ("int4",))  # most faithful first; in a tier, the smaller one first
+TIERS = (("ulps", "xor", "raw"), ("int8",), ("int4",))  # most faithful first; in a tier, usually the smallest first
 _TIER_OF = {codec: at for at, tier in enumerate(TIERS) for codec in tier}
 
 MARGIN = 1.2  # another codec must be better by this; times on one machine vary by 10 %
@@ -50,7 +50,7 @@ class Choice:
     """The codec of the next version, by what the versions before it took."""
 
     def __init__(self) -> None:
-        self.codec = "xor"
+        self.codec = TIERS[0][0]
         """In use."""
         self._costs: dict[str, Cost] = {}
         self._measured: dict[str, int] = {}  # codec -> version count at its last measurement
@@ -76,7 +76,7 @@ class Choice:
         if self.codec not in self._costs:
             return self.codec  # to use it is to measure it
         if link_bytes_per_s is None or step_s is None:
-            wanted = self.codec if _TIER_OF[self.codec] == 0 else "xor"
+            wanted = self.codec if _TIER_OF[self.codec] == 0 else TIERS[0][0]
         else:
             wanted = self._wanted({each: cost.seconds(link_bytes_per_s) for each, cost in self._costs.items()}, step_s)
         if wanted != self.codec and self._versions - self._changed >= HOLD_VERSIONS:

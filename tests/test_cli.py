@@ -389,7 +389,7 @@ def test_json_prints_the_events_and_nothing_else_on_stdout(peers: Fakes) -> None
     [
         (("--mode", "magic"), "there is no mode 'magic': use --mode async or sequential or auto"),
         (("--stale", "keep"), "there is no stale 'keep': use --stale drop or downweight"),
-        (("--codec", "zip"), "there is no codec 'zip': use --codec auto or raw or xor or int8 or int4"),
+        (("--codec", "zip"), "there is no codec 'zip': use --codec auto or raw or xor or ulps or int8 or int4"),
         (("--refresh-gap", "5"), "coordination.refresh_gap 5 is over max_lag 4"),
         (("--report", "/nowhere/at/all.json"), "its folder does not exist"),
         (("--home", ROOT), "not empty"),
