@@ -57,12 +57,15 @@ class Exchange:
         Raises TransportFault 'no source' when nobody is left to ask, PeerFault for a blob that is too large, OSError
         for a full disk.
         """
-        while (arriving := self._arriving.get(ref.root)) is not None:  # somebody else fetches it
-            async with arriving.grown:
+        while True:
+            here = await asyncio.to_thread(self.blobs.get, ref.root)
+            if here is not None:
+                return Fetched(here)
+            arriving = self._arriving.get(ref.root)
+            if arriving is None:
+                break
+            async with arriving.grown:  # another caller fetches it
                 await arriving.grown.wait()
-        here = await asyncio.to_thread(self.blobs.get, ref.root)
-        if here is not None:
-            return Fetched(here)
         download = Download(self.host, self.blobs, ref, sources, self._shunned, self.refusals)
         self._arriving[ref.root] = download.arriving
         self.downloads[ref.root] = download.progress
