@@ -27,9 +27,9 @@ from peers.ingest import Checker, Ingest
 from peers.publishing import Published, Publisher, store
 from peers.record import Record, same_manifest
 from peers.rounds import Rounds
-from protocols.adapters import Adapter, adapter_digest, decode_adapter
+from protocols.adapters import Adapter, adapter_digest
 from protocols.choice import link_rate
-from protocols.codecs import decode_delta, rounded
+from protocols.codecs import rounded
 from protocols.delivery import Intake, Queued
 from protocols.directory import RecordKey, RecordKind
 from protocols.envelopes import Sealed, unseal
@@ -37,8 +37,10 @@ from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.ledger import Consumed, VersionEntry
 from protocols.manifest import Manifest
 from protocols.messages import Announcement, CapacityAd, Heartbeat, Mode
+from protocols.paths import kept
 from protocols.policy import Chain, Extended
 from protocols.presence import BEAT_S, SILENT_S
+from swarm.adapters import ENTRIES_MAX, KEPT_BYTES_MAX, Adapters
 from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.storage import StepRecord, TrainerStore
 from swarm.tasks import run_loops
@@ -191,6 +193,7 @@ class Trainer:
         self.follower.heartbeats.beat = self._beat
         self.follower.neighbourhood.capacity = self._capacity
         node.on_push = ingest.push
+        node.exchange.uploads.sparing = True
         node.more_doors = {"push": ingest.refusals, "group": intake.reasons}
         await self.follower.neighbourhood.put_manifest()
         if chain.head is None:
@@ -266,7 +269,7 @@ class Trainer:
         published = await self._published()
         if parts.chain.version > found:
             await self._load_published(published)
-        self.publisher.resume(published, [entry.message for entry in parts.chain.entries])
+        self.publisher.resume(published, [entry.message for entry in parts.chain.entries[-ENTRIES_MAX:]])
         newest = max(found, parts.chain.version)
         if rows and newest < steps:
             self.node.warn("steps lost", f"{steps} steps were done, but the newest weights are those after {newest}")
@@ -297,38 +300,27 @@ class Trainer:
         return -1
 
     async def _published(self) -> Adapter | None:
-        """The head as it was published: our own weights if they are its, else from blobs; None: it cannot be had."""
+        """The head as it was published: our own weights if they are its, else from blobs, ours or those of others; None
+        when it cannot be had."""
         head = self.parts.chain.head
         if head is None:
             return None
         own = rounded(await self._in_thread(self.learner.adapter), self.follower.manifest.transfer.dtype)
         if await asyncio.to_thread(adapter_digest, own) == head.message.adapter.digest:
             return own
-        return await asyncio.to_thread(self._rebuilt)
-
-    def _rebuilt(self) -> Adapter | None:
-        """The head from the blobs that are here: the newest whole version, and the deltas since."""
-        blobs, said = self.node.exchange.blobs, [entry.message.adapter for entry in self.parts.chain.entries]
-        adapter: Adapter | None = None
-        for first in reversed(range(len(said))):
-            whole = said[first].keyframe
-            raw = blobs.get(whole.root) if whole is not None else None
-            if raw is not None:
-                adapter = decode_adapter(raw)
-                break
-        for each in said[first + 1 :] if adapter is not None else []:
-            raw = blobs.get(each.delta.blob.root) if each.delta is not None else None
-            if raw is None or each.delta is None:
-                return None
-            adapter = decode_delta(each.delta.codec, raw, adapter)
-        return adapter if adapter is not None and adapter_digest(adapter) == said[-1].digest else None
+        adapters = Adapters(self.node.exchange, self.parts.chain, self.follower.neighbourhood.sources)
+        try:
+            return (await adapters.obtain(head)).rebuilt.adapter
+        except (TransportFault, PeerFault, OSError) as error:
+            log.warning("v%d, as it was published, cannot be had: %s", head.message.version, error)
+            return None
 
     async def _load_published(self, published: Adapter | None) -> None:
         """The newest weights are those that were published; only the optimizer's moments are older."""
         if published is None:
             raise ValueError(
                 f"the checkpoint of v{self.parts.chain.version} is not whole, and the adapter that was published is "
-                f"not in {self.node.exchange.blobs.folder} either: restore {self.options.home} from a copy"
+                f"neither in {self.node.exchange.blobs.folder} nor at a peer: restore {self.options.home} from a copy"
             )
         await self._in_thread(self.learner.load_adapter, published)
 
@@ -556,8 +548,8 @@ class Trainer:
         """Keep what the bound, late peers and a fallback may need; nothing else."""
         parts = self.parts
         rows = await parts.store.steps(KEPT)
-        entries = parts.chain.entries[-(parts.intake.max_lag + VERSIONS_KEPT_MIN) :]
-        roots = {entry.message.adapter.keyframe.root for entry in entries}
+        entries = [entry.message for entry in parts.chain.entries[-ENTRIES_MAX:]]
+        roots = kept(entries, parts.intake.max_lag + VERSIONS_KEPT_MIN, KEPT_BYTES_MAX)
         await asyncio.to_thread(parts.checkpoints.keep_only, {name for _, name, _ in rows})
         await asyncio.to_thread(self.node.exchange.blobs.keep_only, roots)
 
