@@ -150,6 +150,8 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
     formats: tuple[Label, ...] = ("raw", "xor", "int8", "int4")
     version: Version | None = None
     load: Finite | None = None
+    storage: bool = True
+    """False: its disk is full. It serves what it holds and gets nothing more."""
     online: bool = True
     """False in a peer's last word: it has left."""
     addresses: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
