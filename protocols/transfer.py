@@ -318,7 +318,8 @@ class Schedule:
             for index, asked_s in each.asked.items():
                 late[index] = late.get(index, 0) + (1 if now_s - asked_s > late_s else 2)
         once = [index for index, weight in late.items() if weight == 1]  # asked of one source, and late there
-        return next((index for index in once if (source.offered & ~self.have) >> index & 1), None)
+        takes = source.offered & ~self.have & ~_set(source.asked)
+        return next((index for index in once if takes >> index & 1), None)
 
     def _rarest(self, wanted: int) -> int:
         """One of the chunks that the fewest sources offer, by lot."""

@@ -74,6 +74,12 @@ class Network:
             ip("-n", machine.name, "link", "set", device, "up")
         return machine
 
+    def limit(self, machine: Machine, mbit: float) -> None:
+        """A line of this rate both ways, with room for 100 ms in front of it, as home routers have."""
+        number = self.machines.index(machine) + 1
+        for place in (f"-n {machine.name} qdisc add dev eth0", f"-n {self._hub} qdisc add dev port-{number}"):
+            _run("tc", *f"{place} root tbf rate {mbit}mbit burst 32kb latency 100ms".split())
+
     def cut(self) -> None:
         """Nothing passes between the switches any more, and nobody is told."""
         ip("-n", self._hub, "link", "set", "trunk-a", "down")
