@@ -47,6 +47,7 @@ ZSTD_LEVEL = 1  # higher ones look longer for repetitions, of which differences 
 # training in float32 notices, and so far above the subnormal numbers that no sum of a parent and a difference is one.
 _SCALE_MIN = (127 - 80) << 7
 _SCALE_MAX = 0x7F7F
+_LARGEST = 2.0**128 - 2.0**120  # of bfloat16; the difference of two such numbers may be twice that
 
 _BITS: Mapping[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 _INFINITY = {"BF16": 0x7F80, "F32": 0x7F80_0000}
@@ -221,7 +222,7 @@ class Quantised:
         lengths = np.diff(starts, append=len(delta))
         largest = np.maximum.reduceat(np.abs(delta), starts)
         rms = np.sqrt(np.add.reduceat(delta * delta, starts) / lengths)
-        scale = np.maximum(self.rms_share * rms, largest / (2 ** (self.bits - 1) - 1))
+        scale = np.maximum(np.minimum(self.rms_share * rms, _LARGEST), largest / (2 ** (self.bits - 1) - 1))
         scales = ((scale.astype("<f4").view("<u4") + 0xFFFF) >> 16).astype("<u2")
         scales[scales < _SCALE_MIN] = 0
         divisor = np.where(scales == 0, np.inf, _scale_values(scales))
