@@ -233,8 +233,7 @@ class Heartbeats:
         if orders is None or reply.limit is None or reply.term is None or not orders.leads(peer_id, reply.term):
             return
         orders.heard(time.monotonic())
-        for holder in reply.sources:
-            self.follower.neighbourhood.heard_of(holder, reply.head)
+        self.follower.neighbourhood.told_of(reply.sources, reply.head)
         if self.credit != reply.limit:
             self.credit = reply.limit
             await self.follower.notify()

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MESH_PEERS = 8  # connections we make ourselves; GossipSub wants 6 to 12
 NEIGHBOURS_ASKED = 3  # peers asked for the chain before we wait for the next heartbeat
+SOURCES = 8  # inference peers named for a download; it talks to about ten at once, and asks again while it runs
 DIRECTORY_READ_S = 15.0
 MANIFEST_READ_S = 60.0
 CAPACITY_FIRST_S = 1.0
@@ -52,8 +53,11 @@ class Neighbourhood:
         self.ads: dict[str, Sealed[CapacityAd]] = {}
         self.holders: dict[str, int] = {}
         """Version that each neighbour said it holds."""
+        self.named: tuple[str, ...] = ()
+        """Holders of the head that the coordinator named last: it spreads those who ask."""
         self._rng = random.Random(self.node.session)
         self._head_changed = False
+        self._capacity_changed = False
 
     # ------------------------------------------------------------------ our records
 
@@ -67,8 +71,10 @@ class Neighbourhood:
             if rules.manifest is not None and now_s - last_s["manifest"] > MANIFEST_LIFE_S / 3:
                 last_s["manifest"] = now_s
                 await self._put(RecordKind.MANIFEST, rules.manifest.raw, MANIFEST_LIFE_S)
-            if self.capacity is not None and now_s - last_s["capacity"] > PEER_RENEW_S:
+            due = self._capacity_changed or now_s - last_s["capacity"] > PEER_RENEW_S
+            if self.capacity is not None and due:
                 last_s["capacity"] = now_s
+                self._capacity_changed = False
                 await self._put_capacity(self.capacity())
             if self._head_changed or now_s - last_s["head"] > HEAD_REFRESH_S:
                 last_s["head"] = now_s
@@ -79,6 +85,10 @@ class Neighbourhood:
     def head_changed(self) -> None:
         """Our own head moved: store it in the DHT soon."""
         self._head_changed = True
+
+    def capacity_changed(self) -> None:
+        """What we can do has changed: say so soon."""
+        self._capacity_changed = True
 
     async def put_head(self) -> None:
         """Store the head of the chain in the DHT, if it is our own announcement."""
@@ -141,6 +151,12 @@ class Neighbourhood:
         if version is not None:
             self.holders[peer_id] = version
 
+    def told_of(self, holders: Iterable[str], version: int | None) -> None:
+        """The coordinator named peers that hold this version."""
+        self.named = tuple(holders)
+        for peer_id in self.named:
+            self.heard_of(peer_id, version)
+
     async def read_head(self) -> None:
         """Read the trainers' head records and take what is new. Faults are counted, not raised."""
         try:
@@ -181,10 +197,10 @@ class Neighbourhood:
         seen = self.node.neighbours.get(peer_id)
         return seen is not None and time.monotonic() - seen.heard_s < SILENT_S
 
-    def _some(self, peers: Iterable[str]) -> list[str]:
+    def _some(self, peers: Iterable[str], count: int = NEIGHBOURS_ASKED) -> list[str]:
         """A few, by lot: nobody can stand in front, and requests spread."""
         found = list(peers)
-        return self._rng.sample(found, min(len(found), NEIGHBOURS_ASKED))
+        return self._rng.sample(found, min(len(found), count))
 
     async def _connect_some(self) -> None:
         try:
@@ -214,12 +230,20 @@ class Neighbourhood:
         raise fault
 
     def sources(self, version: int) -> list[str]:
-        """Whom to ask for a version: some that said they hold it, the trainers, then some that may have got it since.
+        """Whom to ask for a version, drawn anew with each call: some who hold it, the trainers, and some who do not.
 
-        Advertisements are up to half a minute old, and a trainer may be gone: one that lacks a blob says so at once.
+        Those may be fetching it too, and serve what has arrived. Advertisements are up to half a minute old, and a
+        trainer may be gone: one that has nothing says so at once.
         """
-        trainers = list(self.follower.trainers())
+        trainers = [peer for peer in self.follower.trainers() if not self.follower.ignores(peer)]
         others = {peer for peer, ad in self.ads.items() if ad.message.role == "inference"} | self.holders.keys()
         others = {peer for peer in others - {self.node.peer_id, *trainers} if not self.follower.ignores(peer)}
         holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
-        return self._some(sorted(holders)) + trainers + self._some(sorted(others - holders))
+        named = [peer for peer in self.named if peer in holders]
+        some = list(dict.fromkeys([*named, *self._some(sorted(holders), SOURCES)]))[:SOURCES]
+        hopeful = sorted(peer for peer in others - holders if self._has_room(peer))
+        return some + trainers + self._some(hopeful, SOURCES - len(some))
+
+    def _has_room(self, peer_id: str) -> bool:
+        ad = self.ads.get(peer_id)
+        return ad is None or ad.message.storage
