@@ -1,8 +1,10 @@
 """A trainer that comes back on its home: whole, with damaged checkpoints, with none (case B73)."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,16 +12,19 @@ from msgspec.structs import replace
 from peers.learning.learner import TrainingGroup
 from peers.trainer import Trainer, TrainerOptions
 from protocols.adapters import adapter_digest
+from protocols.codecs import rounded, widened
 from protocols.envelopes import Sealed, seal
 from protocols.ledger import audit
-from protocols.manifest import EnvironmentSpec, LearningSpec, Manifest, ModelSpec
-from protocols.messages import Sampling
+from protocols.manifest import EnvironmentSpec, LearningSpec, Manifest, ModelSpec, TransferSpec
+from protocols.messages import AdapterRef, Announcement, BlobRef, Sampling
+from swarm.blobs import BlobStore
 from swarm.node import Node, NodeConfig
 from tests.nodes import LISTEN, identity_of
 from tests.samples import OWNER, RUN, TRAINER, TRAINER_ID
 
 pytestmark = pytest.mark.network
 
+DEFAULT = TransferSpec()
 GROUP = TrainingGroup(
     prompt_ids=(1, 5, 6),
     completions=((7, 2), (8, 2)),
@@ -47,13 +52,14 @@ class Restarted(Trainer):
         return [float(state["step"]) for state in self.learner._optimizer.state.values()]
 
 
-def maker(publish_every: int = 1) -> Callable[[bytes, int], Sealed[Manifest]]:
+def maker(publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> Callable[[bytes, int], Sealed[Manifest]]:
     manifest = Manifest(
         run=RUN,
         revision=0,
         trainers=(TRAINER_ID,),
         issued_ms=1_000,
         publish_every=publish_every,
+        transfer=transfer,
         environment=EnvironmentSpec(prompt="{expression} = ", params={"min_terms": 2, "max_terms": 2}),
         sampling=Sampling(group_size=2),
         learning=LearningSpec(batch_groups=1),
@@ -66,7 +72,7 @@ def maker(publish_every: int = 1) -> Callable[[bytes, int], Sealed[Manifest]]:
 
 
 @asynccontextmanager
-async def trainer(home: Path, publish_every: int = 1) -> AsyncIterator[Restarted]:
+async def trainer(home: Path, publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> AsyncIterator[Restarted]:
     """An open trainer on this home, alone in the world."""
     identity = identity_of(home, TRAINER)
     node = await Node.start(identity, home, NodeConfig(role="trainer", listen=LISTEN), [RUN])
@@ -78,7 +84,7 @@ async def trainer(home: Path, publish_every: int = 1) -> AsyncIterator[Restarted
             home=home,
             run=RUN,
             model="builtin",
-            make_manifest=maker(publish_every),
+            make_manifest=maker(publish_every, transfer),
             listen=LISTEN,
             evaluation_problems=0,
         ),
@@ -178,6 +184,138 @@ async def test_without_checkpoint_and_published_weights_the_trainer_says_what_to
     with pytest.raises(ValueError, match="restore"):
         async with trainer(tmp_path):
             pass
+
+
+def references(trainer: Restarted) -> list[AdapterRef]:
+    return [entry.message.adapter for entry in trainer.parts.chain.entries]
+
+
+@pytest.mark.parametrize(
+    ("codec", "publish_every"), [("raw", 1), ("xor", 1), ("ulps", 2), ("int8", 1), ("int4", 1), ("int4", 2)]
+)
+async def test_a_restart_publishes_what_an_uninterrupted_run_would_bit_for_bit(
+    tmp_path: Path, codec: Any, publish_every: int
+) -> None:
+    # Goal: parameters, what is carried, the deltas' parent and where keyframes fall all survive a restart.
+    transfer = TransferSpec(codec=codec, keyframe_every=4)
+    async with trainer(tmp_path / "whole", publish_every, transfer) as whole:
+        for _ in range(6):
+            await whole.step()
+        expected, state = references(whole), whole.learner.state()
+    for count in (1, 2, 3):
+        async with trainer(tmp_path / "parts", publish_every, transfer) as again:
+            for _ in range(count):
+                await again.step()
+            got = references(again)
+    assert got == expected
+    assert again.learner.state() == state
+    assert (sum(ref.delta is not None for ref in got) > 0) == (codec != "raw")
+    assert (b"residual/" in state) or codec == "raw"
+
+
+async def test_the_policy_that_is_trained_on_is_the_one_that_was_published(tmp_path: Path) -> None:
+    async with trainer(tmp_path, transfer=TransferSpec(codec="int4")) as first:
+        for _ in range(3):
+            await first.step()
+            assert first.parts.chain.head is not None
+            assert adapter_digest(rounded(first.learner.adapter(), "bfloat16")) == references(first)[-1].digest
+            assert widened(rounded(first.learner.adapter(), "bfloat16")) == first.learner.adapter()
+            assert first.learner.target() != first.learner.adapter()
+
+
+async def test_before_the_first_step_a_restart_needs_neither_checkpoint_nor_blobs(tmp_path: Path) -> None:
+    await steps(tmp_path / "one", 1)
+    await steps(tmp_path / "two", 0)
+    for path in (tmp_path / "two" / "blobs").iterdir():
+        path.unlink()
+    digest, _ = await steps(tmp_path / "two", 1)
+    async with trainer(tmp_path / "one") as other:
+        assert other.digest() == digest
+
+
+async def test_a_trainer_that_lost_the_published_adapter_goes_on_with_a_keyframe(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 2, TransferSpec(codec="int4")) as first:
+        for _ in range(3):
+            await first.step()
+    for path in (tmp_path / "blobs").iterdir():
+        path.unlink()
+    async with trainer(tmp_path, 2, TransferSpec(codec="int4")) as again:
+        await again.step()
+        last = references(again)[-1]
+        assert last.keyframe is not None
+        assert last.delta is None
+        await again.step()
+        await again.step()
+        assert references(again)[-1].delta is not None
+
+
+async def test_b26_a_version_can_be_had_before_anybody_hears_of_it(tmp_path: Path) -> None:
+    async with trainer(tmp_path, transfer=TransferSpec(codec="int4", keyframe_every=2)) as first:
+        publish, heard = first.follower.publish, []
+
+        async def listen(sealed: Sealed[Announcement]) -> None:
+            adapter, blobs = sealed.message.adapter, first.node.exchange.blobs
+            refs = [each for each in (adapter.keyframe, adapter.delta and adapter.delta.blob) if each is not None]
+            heard.append([blobs.get(ref.root) is not None and blobs.info(ref.root) is not None for ref in refs])
+            await publish(sealed)
+
+        first.follower.publish = listen  # type: ignore[method-assign,assignment]
+        for _ in range(4):
+            await first.step()
+        assert heard == [[True], [True, True], [True], [True, True]]
+
+
+async def test_b26_a_version_that_the_disk_does_not_hold_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = BlobStore.put
+
+    def torn(self: BlobStore, blob: bytes) -> BlobRef:
+        ref = put(self, blob)
+        self.path(ref.root).write_bytes(blob[: len(blob) // 2])
+        return ref
+
+    async with trainer(tmp_path) as first:
+        await first.step()
+        expected = references(first)
+        monkeypatch.setattr(BlobStore, "put", torn)
+        with pytest.raises(OSError, match="does not hold"):
+            await first.step()
+        assert references(first) == expected
+    monkeypatch.undo()
+    async with trainer(tmp_path) as again:
+        assert (again.learner.steps, references(again), again.warnings) == (1, expected, [])
+        await again.step()
+        assert again.parts.chain.version == 2
+
+
+async def test_blobs_that_no_announcement_names_are_removed_by_the_next_step(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as first:
+        await first.step()
+        first.node.exchange.blobs.put(b"of a step that was never committed")
+        await first.step()
+        named = {ref.keyframe.root.hex() for ref in references(first) if ref.keyframe is not None}
+        named |= {ref.delta.blob.root.hex() for ref in references(first) if ref.delta is not None}
+        assert {path.name for path in (tmp_path / "blobs").iterdir()} == named
+
+
+async def test_a_publication_is_measured_without_a_gap(tmp_path: Path) -> None:
+    async with trainer(tmp_path, transfer=TransferSpec(codec="xor", keyframe_every=2)) as first:
+        events: list[dict[str, Any]] = []
+        first.node.metrics.emit = lambda name, **fields: events.append({"event": name, **fields})  # type: ignore[method-assign]
+        began_ms = time.time() * 1000
+        for _ in range(2):
+            await first.step()
+        ended_ms = time.time() * 1000
+    one, two = [event for event in events if event["event"] == "published"]
+    assert (one["version"], one["codec"], one["keyframe"], one["keyframe_bytes"]) == (1, "xor", False, None)
+    assert (two["version"], two["codec"], two["keyframe"]) == (2, "xor", True)
+    assert one["bytes"] == references(first)[1].delta.blob.size
+    assert two["keyframe_bytes"] == references(first)[2].keyframe.size > two["bytes"]
+    for event in (one, two):
+        took_ms = 1000 * (event["encode_s"] + event["store_s"] + event["announce_s"])
+        assert took_ms > 0
+        assert began_ms - 1 <= event["stepped_ms"] <= event["stepped_ms"] + took_ms <= ended_ms + 1
 
 
 async def test_a_step_that_cannot_be_stored_is_not_announced(tmp_path: Path) -> None:
