@@ -1,6 +1,7 @@
 """The co-located loop: generate, score, learn in one process, one after the other, with no swarm in between.
 
-What sequential mode at `refresh_gap` 0 must equal; and the yardstick that modes are measured against.
+Each version is rounded as for the road, and both halves go on from what a receiver would rebuild. What sequential mode
+at `refresh_gap` 0 must equal; and the yardstick that modes are measured against.
 """
 
 import time
@@ -14,6 +15,7 @@ from peers.environments.split import training_problem
 from peers.inference import _sampling_seed
 from peers.learning.learner import Learner, StepReport, TrainingGroup
 from peers.models.load import load_model
+from peers.publishing import Published, Publisher
 from protocols.manifest import Manifest
 
 
@@ -39,15 +41,22 @@ class Colocated:
         self.learner = Learner(
             self.model, manifest.lora, manifest.learning, manifest.sampling.temperature, manifest.seed
         )
+        self.publisher = Publisher(manifest.transfer)
+        self.published: Published = self.publisher.publish(self.learner.target())
+        """The newest version."""
+        self.learner.load_adapter(self.published.rebuilt)
         self.spent = Spent()
 
     def step(self) -> StepReport:
-        """Load the newest weights, write one batch, take one optimizer step on it."""
+        """Load the newest version, write one batch, take one optimizer step on it, make the next version."""
         begun_s = time.perf_counter()
-        self.engine.load_adapter(self.learner.steps, self.learner.adapter())
+        self.engine.load_adapter(self.learner.steps, self.published.rebuilt)
         groups = list(self._batch(self.manifest.learning.batch_groups))
         generated_s = time.perf_counter()
         report = self.learner.step(groups)
+        if report.skipped is None:
+            self.published = self.publisher.publish(self.learner.target())
+            self.learner.settle(self.published.rebuilt)
         self.spent.generate_s += generated_s - begun_s
         self.spent.train_s += time.perf_counter() - generated_s
         self.spent.reports.append(report)

@@ -28,12 +28,16 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
     terminals.close()
 
 
-def test_sequential_mode_equals_the_colocated_loop_exactly(terminals: Terminals, tmp_path: Path) -> None:
-    # Goal: pulled rollouts through the swarm are on-policy, and nothing on the way changes a bit.
+@pytest.mark.parametrize(("codec", "dtype"), [("auto", "bfloat16"), ("int4", "bfloat16"), ("raw", "float32")])
+def test_sequential_mode_equals_the_colocated_loop_exactly(
+    terminals: Terminals, tmp_path: Path, codec: str, dtype: str
+) -> None:
+    # Goal: pulled rollouts through the swarm are on-policy, and nothing on the way changes a bit, lossy or not.
     # Method: one inference peer, refresh_gap 0; the trainer's losses against those of the loop in this process.
     assert terminals.type("init", "sums").ended_clean() == 0
     run = open_run(tmp_path / "sums")
     values = {"max_steps": str(STEPS), "learning.batch_groups": str(BATCH), "evaluation.problems": "0"}
+    values |= {"transfer.codec": f'"{codec}"', "transfer.dtype": f'"{dtype}"'}
     rewrite(run.config_path, values | {"coordination.mode": '"sequential"'})
     door = terminals.type("bootstrap", "sums/run.toml", *LOCAL, "--home", tmp_path / "door")
     invite = printed(door, "swarm join '").split("'")[1]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from peers.trainer import _refuse_change_of_kind
-from protocols.manifest import EnvironmentSpec, LoraSpec
+from protocols.manifest import EnvironmentSpec, LoraSpec, TransferSpec
 from protocols.messages import Sampling
 from tests.samples import manifest
 
@@ -24,6 +24,16 @@ def test_what_a_run_is_cannot_change_after_its_start(field: str, value: object) 
     after = msgspec.structs.replace(before, **{field: value})
     with pytest.raises(ValueError, match=f"^{field}: "):
         _refuse_change_of_kind(before, after)
+
+
+def test_the_dtype_of_adapters_is_fixed_and_how_they_travel_is_not() -> None:
+    before = manifest()
+    _refuse_change_of_kind(
+        before, msgspec.structs.replace(before, transfer=TransferSpec(codec="int4", keyframe_every=3))
+    )
+    with pytest.raises(ValueError, match=r"^transfer\.dtype: .*bfloat16") as error:
+        _refuse_change_of_kind(before, msgspec.structs.replace(before, transfer=TransferSpec(dtype="float32")))
+    assert "\n" not in str(error.value)
 
 
 def test_how_a_run_learns_may_change() -> None:

@@ -33,7 +33,7 @@ from protocols.messages import (
 from protocols.presence import BEAT_S, SILENT_S
 from protocols.rollouts import group_digest, pack_floats, pack_ids
 from protocols.staleness import room, within_bound
-from protocols.transfer import Download, chunk_hashes
+from protocols.transfer import ChunkList, chunk_hashes
 from tests.simulation.node import Member, Parts
 from tests.simulation.world import EOS, RUN, TRAINER_ID, World
 
@@ -114,10 +114,10 @@ class Producer(Member):
         blob: bytes | None = None
         if got is not None:
             try:
-                download = Download(said.adapter.keyframe)
-                download.take_hashes(*got[:2])
-                download.take_chunk(0, got[2])
-                blob = download.blob()
+                chunks = ChunkList(said.adapter.keyframe)
+                chunks.take_hashes(got[1])
+                chunks.check(0, got[2])
+                blob = got[2]
             except PeerFault as fault:
                 self.world.counts[f"fault: {fault.reason}"] += 1
         if blob is None or not self.load(said, blob):
