@@ -36,6 +36,24 @@ def led_by(event: Event) -> Led | None:
             return None
 
 
+class Download(NamedTuple):
+    """A version on its way to a peer."""
+
+    version: int
+    bytes: int
+    received_bytes: int
+    bytes_per_s: float
+    sources: int
+    said_s: float
+    """When the peer said so; it says so twice a second."""
+
+    @classmethod
+    def of(cls, event: Event) -> "Download":
+        """What a `download` event says."""
+        about = (event[name] for name in ("version", "bytes", "received_bytes", "bytes_per_s", "sources", "t"))
+        return cls(*about)
+
+
 @dataclass(slots=True)
 class PeerRow:
     """One peer, as the table shows it."""
@@ -51,6 +69,8 @@ class PeerRow:
     device: str | None = None
     silent_s: float | None = None
     """How long the trainer has not heard it; None for a peer that speaks for itself."""
+    download: Download | None = None
+    """What it last said of a long download."""
 
 
 @dataclass(slots=True)
@@ -170,6 +190,13 @@ class SwarmState:
             if row.state in (READY, STARTING):
                 row.version, row.tokens_per_s = about.get("version"), about.get("tokens_per_s")
 
+    def _download(self, event: Event) -> None:
+        self._row(event).download = Download.of(event)
+
+    def _adapter(self, event: Event) -> None:
+        self._row(event).download = None
+        self._at_version(event)
+
     def _generated(self, event: Event) -> None:
         row = self._row(event)
         row.state, row.tokens_per_s, row.groups = GENERATING, event.get("tokens_per_s"), event.get("groups")
@@ -213,7 +240,8 @@ _HANDLERS: dict[str, Any] = {
     "step": SwarmState._step,
     "eval": SwarmState._eval,
     "peers": SwarmState._peers,
-    "adapter": SwarmState._at_version,
+    "adapter": SwarmState._adapter,
+    "download": SwarmState._download,
     "generated": SwarmState._generated,
     "refused": SwarmState._refused,
     "loop": SwarmState._loop,

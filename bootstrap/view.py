@@ -16,7 +16,7 @@ import msgspec
 
 from bootstrap.errors import one_line
 from bootstrap.events import Event, Tail
-from bootstrap.state import GONE, Led, PeerRow, SwarmState, led_by
+from bootstrap.state import GONE, Download, Led, PeerRow, SwarmState, led_by
 from protocols.identity import short
 
 if TYPE_CHECKING:
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 REFRESH_S = 0.25  # fast enough to feel live, slow enough to cost nothing beside training
 WARNING_SHOWN_S = 60.0  # those that repeat what still holds come more often
 SILENT_S = 6.0  # three lost beats, as everywhere
+DOWNLOAD_FRESH_S = 3.0  # one that has said nothing for so long has ended, or its peer has
+DOWNLOADS_SHOWN = 4  # bars; a simulation may have dozens
+_MIB = 1024 * 1024
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
 _LOUD = {"warning", "final", "ready", "eval", "mode", "lost"}
 # A line at most this often of each other kind, so that a log of a long run stays readable.
-_LINE_EVERY_S = {"step": 2.0, "generated": 10.0, "adapter": 10.0, "refused": 10.0, "round": 10.0}
+_LINE_EVERY_S = {"step": 2.0, "generated": 10.0, "adapter": 10.0, "download": 3.0, "refused": 10.0, "round": 10.0}
 
 
 class Output(Enum):
@@ -162,7 +165,10 @@ def describe(event: Event) -> str | None:
         case {"event": "eval", "greedy": greedy}:
             return f"held-out accuracy {percent(greedy)} on {event.get('problems')} problems"
         case {"event": "adapter", "version": version}:
-            return f"loaded v{version}, {size(event.get('bytes'))} in {number(event.get('fetch_s'), 2)} s"
+            got = f"{size(event.get('bytes'))} in {number(event.get('fetch_s'), 2)} s"
+            return f"loaded v{version}, {got}" + (f" from {_sources(event['sources'])}" if event.get("sources") else "")
+        case {"event": "download"}:
+            return f"fetching v{event['version']}: {_download_text(Download.of(event))}"
         case {"event": "generated", "groups": groups}:
             return f"{groups} groups, {number(event.get('tokens_per_s'), 0)} tokens/s, v{event.get('version')}"
         case {"event": "refused", "door": door, "reason": reason, "count": count}:
@@ -232,6 +238,9 @@ def render(state: SwarmState, now_s: float, width: int) -> "RenderableType":
     lines: list[RenderableType] = [_peer_table(state.peers) if state.peers else Text("starting ...")]
     if state.steps is not None or state.step:
         lines.append(_progress(state, now_s, width))
+    downloads = [row.download for row in state.peers.values() if row.download is not None]
+    fresh = [each for each in downloads if now_s - each.said_s < DOWNLOAD_FRESH_S]
+    lines += [_download_bar(each, width) for each in fresh[:DOWNLOADS_SHOWN]]
     if state.rewards:
         last = next((reward for reward in reversed(state.rewards) if reward is not None), None)
         spark = sparkline(state.rewards, max(8, min(_SPARK_WIDTH, width - 24)))
@@ -272,6 +281,29 @@ def _progress(state: SwarmState, now_s: float, width: int) -> "RenderableType":
     remaining = "" if left_s is None or state.step == state.steps else f"{duration(left_s)} left"
     row.add_row("step", f"{state.step}/{target}", bar, remaining)
     return row
+
+
+def _download_bar(download: Download, width: int) -> "RenderableType":
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=download.bytes, completed=download.received_bytes, width=max(8, min(24, width - 64)))
+    row.add_row(f"v{download.version}", bar, _download_text(download))
+    return row
+
+
+def _download_text(download: Download) -> str:
+    """`43.2%, 3.5 of 8.0 MiB, 1.2 MiB/s from 5 sources`."""
+    share = percent(download.received_bytes / download.bytes) if download.bytes else "-"
+    per_s = download.bytes_per_s
+    rate = f"{per_s / _MIB:.1f} MiB/s" if per_s >= _MIB / 10 else f"{per_s / 1024:.0f} KiB/s"
+    so_far = f"{download.received_bytes / _MIB:.1f} of {download.bytes / _MIB:.1f} MiB"
+    return f"{share}, {so_far}, {rate} from {_sources(download.sources)}"
+
+
+def _sources(count: int) -> str:
+    return "1 source" if count == 1 else f"{count} sources"
 
 
 def _facts(state: SwarmState) -> str:

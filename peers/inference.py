@@ -1,9 +1,9 @@
 """The inference peer: fetch the policy, generate while the bound allows it, deliver until receipted.
 
-    chain head --fetch, digest--> adapter --> engine --gate 1--> groups --> outbox (disk) --push--> receipt
+    chain head --Adapters--> adapter --> engine --gate 1--> groups --> outbox (disk) --push--> receipt
 
-Three loops: one keeps the adapter at the head, one generates (the engine on its own thread, so the event
-loop keeps answering), one pushes. A group is on disk before it is sent, and its counter is never used again.
+Three loops: one keeps the adapter at the head (swarm/adapters.py), one generates (the engine on its own thread, so
+the event loop keeps answering), one pushes. A group is on disk before it is sent, and its counter is never used again.
 How many groups it may begin, the coordinator's credit says, or the trainer's call for a round. Without a
 coordinator, or when the trainer waits and the coordinator grants nothing, the peer paces itself by the head and
 the queue it knows (DESIGN section 9).
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -30,7 +30,7 @@ from peers.engines import Completion
 from peers.environments import Problem, Scored
 from peers.environments.split import training_problem
 from peers.rounds import RoundWork
-from protocols.adapters import Adapter, adapter_digest, decode_adapter
+from protocols.codecs import CODECS
 from protocols.delivery import Outbox
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault, TransportFault
@@ -53,6 +53,7 @@ from protocols.messages import (
 from protocols.presence import BEAT_S, SILENT_S
 from protocols.rollouts import pack_floats, pack_ids
 from protocols.staleness import lag, room
+from swarm.adapters import Adapters, NoRoom, Obtained
 from swarm.node import Node, NodeConfig, now_ms, running
 from swarm.storage import PeerStore
 from swarm.tasks import run_loops
@@ -63,10 +64,12 @@ CALL_TARGET_S = 0.5  # a generation call of this length loses little when a new 
 CALL_GROUPS_MAX = 64
 CALLS_PER_BATCH = 4  # so that a batch is not one peer's, and a new version is not waited with for long
 PATIENCE_S = 600.0  # without a word of any trainer; sixty leases, and long enough to restart one
-VERSIONS_KEPT = 4  # adapters kept on disk to serve to other peers
 PUSH_TIMEOUT_S = 15.0
 PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
 FETCH_RETRY_S = 1.0
+ROOM_RETRY_MAX_S = 30.0  # between two looks whether a full disk has room again; they begin at FETCH_RETRY_S
+DOWNLOAD_SHOWN_S = 1.0  # a download that takes longer is shown
+DOWNLOAD_TICK_S = 0.5
 RATE_WINDOW_S = 1.0
 RATE_GAIN = 0.1  # the advertised rate is a running mean over about ten calls
 
@@ -97,6 +100,15 @@ class Loaded:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """When a version was first known here."""
+
+    wall_ms: int
+    clock_s: float
+    """On the monotonic clock."""
+
+
 async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]], None]) -> None:
     """Generate until the run ends, or until cancelled. Raises ValueError, TransportFault."""
     config = NodeConfig(role="inference", bootstrap=options.bootstrap, listen=options.listen, announce=options.announce)
@@ -105,7 +117,9 @@ async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]
         node.metrics.emit("ready", peer_id=node.peer_id, addresses=node.host.addresses, run=options.run)
         on_ready(node.host.addresses)
         loops = {
+            "hear": peer.hear,
             "fetch": peer.fetch,
+            "downloads": peer.show_downloads,
             "generate": peer.generate,
             "push": peer.push,
             "report": peer.report,
@@ -139,7 +153,16 @@ class InferencePeer:
         self.opened_s = time.monotonic()
         self.pushed_bytes = 0
         self._store: PeerStore
-        self._offered: tuple[Loaded, Adapter] | None = None
+        self.adapters: Adapters
+        self.storage = True
+        """False: the disk is full, and the version stays what it is."""
+        self._offered: Obtained | None = None
+        """To be handed to the engine between two calls."""
+        self._heard: dict[int, Heard] = {}
+        """Versions newer than the one that is loaded."""
+        self._heard_upto = -1
+        self._hopeless: bytes | None = None
+        """Digest of a head that cannot be rebuilt from what was announced."""
         self._next_counter = 0
         self._call_groups = 1
         self._call_s = 0.0
@@ -161,7 +184,8 @@ class InferencePeer:
         log.info("%s on %s: %.0f tokens/s", self.engine.name, self.engine.device, self.tokens_per_s)
         assert self.follower.store is not None
         self._store = self.follower.store
-        await self.follower.open_chain()
+        chain = await self.follower.open_chain()
+        self.adapters = Adapters(self.node.exchange, chain, self.follower.neighbourhood.sources)
         for counter, body in await self._store.outbox():
             self.outbox.add(counter, len(body))
         self.opened_s = time.monotonic()
@@ -202,70 +226,117 @@ class InferencePeer:
 
     # ------------------------------------------------------------------ policy
 
+    async def hear(self) -> None:
+        """Note when each version becomes known: fetching may be busy with the one before."""
+        assert self.follower.chain is not None
+        chain = self.follower.chain
+        while True:
+            async with self.follower.changed:
+                await self.follower.changed.wait_for(lambda: chain.version > self._heard_upto)
+            heard = Heard(now_ms(), time.monotonic())
+            for entry in chain.since(self._heard_upto + 1, len(chain.entries)):
+                self._heard[entry.message.version] = heard
+            self._heard_upto = chain.version
+
     async def fetch(self) -> None:
         """Keep the adapter at the head of the chain."""
         assert self.follower.chain is not None
+        retry_s = FETCH_RETRY_S
         while True:
             async with self.follower.changed:
                 await self.follower.changed.wait_for(lambda: self._wanted() is not None)
             wanted = self._wanted()
-            if wanted is not None and not await self._fetch(wanted):
-                await asyncio.sleep(FETCH_RETRY_S)
+            if wanted is None or await self._fetch(wanted):
+                retry_s = FETCH_RETRY_S
+                continue
+            await asyncio.sleep(retry_s)
+            retry_s = FETCH_RETRY_S if self.storage else min(2 * retry_s, ROOM_RETRY_MAX_S)
 
     def _wanted(self) -> Sealed[Announcement] | None:
-        """The head, if it is not what the engine has or is about to get."""
+        """The head, if it is neither here nor beyond help."""
         head = self.follower.chain.head if self.follower.chain is not None else None
-        newest = self._offered[0] if self._offered is not None else self.loaded
-        if head is None or (newest is not None and newest.version == head.message.version):
+        if head is None or head.message.adapter.digest == self._hopeless or self.adapters.at(head):
             return None
         return head
 
-    async def _fetch(self, sealed: Sealed[Announcement]) -> bool:
-        """Fetch and check one version; False when it cannot be had now (the head may have moved on by then)."""
-        said = sealed.message
-        started_s = time.monotonic()
+    async def _fetch(self, wanted: Sealed[Announcement]) -> bool:
+        """Get one version or a newer one; False when none can be had now (the head may have moved on by then)."""
+        said = wanted.message
         try:
-            sources = self.follower.neighbourhood.sources(said.version)
-            blob, source = await self.node.exchange.fetch(said.adapter.keyframe, sources)
-            adapter = await asyncio.to_thread(_decode_checked, blob, said.adapter.digest)
+            obtained = await self.adapters.obtain(wanted)
         except TransportFault as fault:
             log.info("v%d: %s", said.version, fault)
             return False
         except PeerFault as fault:
             self.node.warn("bad adapter", f"v{said.version}: {fault}; staying at the version before")
+            self._hopeless = said.adapter.digest
+            return True
+        except NoRoom as full:
+            self._set_storage(False)
+            self.node.warn("cannot store adapter", f"v{said.version}: {full.told}; staying at the version before")
             return False
-        except OSError as error:
-            self.node.warn("cannot store adapter", f"v{said.version}, {said.adapter.keyframe.size} bytes: {error}")
-            return False
-        fetched_s = time.monotonic() - started_s
-        self._offered = (Loaded(said.version, said.adapter.digest), adapter)
-        self._fetched = {"fetch_s": round(fetched_s, 4), "bytes": len(blob), "source": source}
-        self._wanted_since_s = started_s
-        async with self.follower.changed:
-            self.follower.changed.notify_all()
+        self._set_storage(True)
+        self._offered = obtained if self._offered is None else obtained.after(self._offered)
+        await self.follower.notify()
+        await self.adapters.tidy()
         return True
+
+    def _set_storage(self, storage: bool) -> None:
+        if self.storage != storage:
+            self.storage = storage
+            self.follower.neighbourhood.capacity_changed()
 
     async def _take_offered(self) -> None:
         """Between two generation calls: hand the fetched adapter to the engine."""
         if self._offered is None:
             return
-        loaded, adapter = self._offered
+        offered, self._offered = self._offered, None
+        loaded = Loaded(offered.rebuilt.version, offered.rebuilt.digest)
         started_s = time.monotonic()
         try:
-            await self._in_thread(self.engine.load_adapter, loaded.version, adapter)
+            await self._in_thread(self.engine.load_adapter, loaded.version, offered.rebuilt.adapter)
         except PeerFault as fault:
-            self._offered = None
             self._distrust(loaded, fault)
             return
-        self.loaded, self._offered = loaded, None
-        load_s = round(time.monotonic() - started_s, 4)
-        self.refresh_s = time.monotonic() - self._wanted_since_s
+        self.loaded = loaded
         self.follower.heartbeats.hurry()
-        self.node.metrics.emit("adapter", version=loaded.version, load_s=load_s, **self._fetched)
-        assert self.follower.chain is not None
-        kept = self.follower.chain.entries[-VERSIONS_KEPT:]
-        roots = {entry.message.adapter.keyframe.root for entry in kept}
-        await asyncio.to_thread(self.node.exchange.blobs.keep_only, roots)
+        self._tell_loaded(offered, started_s, Heard(now_ms(), time.monotonic()))
+
+    def _tell_loaded(self, obtained: Obtained, started_s: float, ready: Heard) -> None:
+        """The event of a version that is loaded: what it took, and when it was heard of and ready."""
+        version, received = obtained.rebuilt.version, obtained.received
+        heard = self._heard.get(version)
+        self._heard = {known: when for known, when in self._heard.items() if known > version}
+        if heard is not None:
+            self.refresh_s = ready.clock_s - heard.clock_s
+        self.node.metrics.emit(
+            "adapter",
+            version=version,
+            path=[hop.codec or "keyframe" for hop in obtained.hops],
+            bytes=received.total(),
+            fetch_s=round(obtained.fetch_s, 4),
+            verify_s=round(obtained.verify_s, 4),
+            load_s=round(ready.clock_s - started_s, 4),
+            heard_ms=heard.wall_ms if heard is not None else None,
+            ready_ms=ready.wall_ms,
+            sources=len(received),
+            source=received.most_common(1)[0][0] if received else "disk",
+        )
+
+    async def show_downloads(self) -> None:
+        """Tell how far a long download is, for whoever waits in front of it."""
+        while True:
+            await asyncio.sleep(DOWNLOAD_TICK_S)
+            underway = self.adapters.underway()
+            if underway is not None and underway.running_s >= DOWNLOAD_SHOWN_S:
+                self.node.metrics.emit(
+                    "download",
+                    version=underway.version,
+                    bytes=underway.bytes,
+                    received_bytes=underway.received_bytes,
+                    bytes_per_s=round(underway.bytes_per_s),
+                    sources=underway.sources,
+                )
 
     def _distrust(self, loaded: Loaded, fault: PeerFault) -> None:
         """A version that cannot be generated with: not tried again, the next one will be."""
@@ -554,8 +625,11 @@ class InferencePeer:
             device=self.engine.device,
             memory_bytes=psutil.virtual_memory().available,
             tokens_per_s=self.tokens_per_s,
+            down_bytes_per_s=self.adapters.down_bytes_per_s,
+            formats=("raw", *CODECS),
             version=self.loaded.version if self.loaded is not None else None,
             load=os.getloadavg()[0],
+            storage=self.storage,
             addresses=tuple(self.node.host.addresses[:16]),
         )
 
@@ -603,13 +677,6 @@ def _import_libraries() -> None:
     """Seconds of imports, while the manifest is looked for. No weights are touched (case B17)."""
     for name in ("peers.engines.transformers_engine", "reasoning_gym"):
         importlib.import_module(name)
-
-
-def _decode_checked(blob: bytes, digest: bytes) -> dict[str, Any]:
-    adapter = decode_adapter(blob)
-    if adapter_digest(adapter) != digest:
-        raise PeerFault("wrong digest")
-    return adapter
 
 
 def _running(mean: float | None, value: float) -> float:

@@ -62,6 +62,16 @@ class Obtained:
     verify_s: float
     """Decoding them and comparing digests."""
 
+    def after(self, earlier: "Obtained") -> "Obtained":
+        """The same version, and what it took from before an earlier pass."""
+        return Obtained(
+            self.rebuilt,
+            earlier.hops + self.hops,
+            earlier.received + self.received,
+            earlier.fetch_s + self.fetch_s,
+            earlier.verify_s + self.verify_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Underway:
@@ -71,7 +81,7 @@ class Underway:
     bytes: int
     """To download, all blobs of the pass together."""
     received_bytes: int
-    bytes_per_s: float | None
+    bytes_per_s: float
     sources: int
     running_s: float
 
@@ -83,6 +93,12 @@ class NoRoom(OSError):
         super().__init__(error.errno, error.strerror, folder)
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+
+    @property
+    def told(self) -> str:
+        """For people: what is wrong where, and how much room it takes."""
+        free = "an unknown number" if self.free_bytes is None else f"{self.free_bytes:,}"
+        return f"{self.strerror}: {self.filename} needs {self.needed_bytes:,} bytes and has {free} free"
 
 
 class _Pass:
@@ -125,8 +141,13 @@ class Adapters:
 
     @property
     def newest(self) -> Rebuilt | None:
-        """The version that was rebuilt last."""
+        """The version that was obtained last."""
         return self._rebuilt[-1] if self._rebuilt else None
+
+    def at(self, sealed: Sealed[Announcement]) -> bool:
+        """This version is the one that was obtained last."""
+        said, newest = sealed.message, self.newest
+        return newest is not None and (newest.version, newest.digest) == (said.version, said.adapter.digest)
 
     async def obtain(self, wanted: Sealed[Announcement]) -> Obtained:
         """The wanted version, or a newer one if the way to the head leads past it.
@@ -142,6 +163,7 @@ class Adapters:
                     raise TransportFault("no source", "the only version was revoked")
                 held = self._held(head.message.version)
                 if held is not None and held.version >= min(wanted.message.version, head.message.version):
+                    self._rebuilt = [*(each for each in self._rebuilt if each is not held), held]
                     return Obtained(held, tuple(work.hops), work.received, work.fetch_s, work.verify_s)
                 if not work.planned or work.target is not head:
                     self._plan(work, head, held)

@@ -307,6 +307,7 @@ async def test_a_revoked_head_leaves_its_parent_in_memory(tmp_path: Path) -> Non
     assert peer.chain.version == 2
     assert await peer.catch_up(upto=0) == ""
     assert peer.asked == [0, 1, 2, 3]
+    assert peer.version == 2
 
     adapter = trainer.adapters[2]
     target = {name: Tensor("F32", each.shape, widened({name: each})[name].data) for name, each in adapter.items()}

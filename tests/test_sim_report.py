@@ -312,6 +312,46 @@ def test_units() -> None:
     assert [duration(seconds) for seconds in (None, 4.4, 200.0, 7500.0)] == ["-", "4 s", "3 min 20 s", "2 h 5 min"]
 
 
+def download(t: float, received_bytes: int, peer: str = "I", **changes: Any) -> Event:
+    about = {"version": 7, "bytes": 8 * 2**20, "received_bytes": received_bytes, "bytes_per_s": 1.5 * 2**20}
+    return event("download", t, peer=peer, role="inference", **(about | {"sources": 5} | changes))
+
+
+def test_a_long_download_is_a_bar_until_the_version_is_loaded() -> None:
+    state = state_of(download(10.0, 2 * 2**20), download(10.5, 3 * 2**20))
+    text = picture(state, now_s=11.0)
+    assert "37.5%, 3.0 of 8.0 MiB, 1.5 MiB/s from 5 sources" in text
+    assert text.count("MiB/s") == 1
+    assert max(map(len, picture(state, 11.0, width=60).splitlines())) <= 60
+    assert "MiB/s" not in picture(state, now_s=14.0), "its peer says nothing more: that download has ended"
+    state.apply(event("adapter", 11.0, peer="I", role="inference", version=7))
+    assert "MiB/s" not in picture(state, now_s=11.0)
+
+
+def test_only_a_few_bars_are_shown_and_nothing_is_divided_by_nothing() -> None:
+    state = state_of(*(download(1.0, 5, peer=f"peer {number}") for number in range(9)))
+    assert picture(state, now_s=1.0).count("sources") == 4
+    state = state_of(download(1.0, 0, bytes=0, bytes_per_s=0, sources=1))
+    assert "-, 0.0 of 0.0 MiB, 0 KiB/s from 1 source" in picture(state, now_s=1.0)
+
+
+def test_a_long_download_is_a_line_each_few_seconds() -> None:
+    stream = io.StringIO()
+    PlainLines(stream).show([download(number / 2, number * 2**19, bytes_per_s=2.0**15) for number in range(1, 15)])
+    assert [line.partition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "fetching v7: 6.2%, 0.5 of 8.0 MiB, 32 KiB/s from 5 sources",
+        "fetching v7: 43.8%, 3.5 of 8.0 MiB, 32 KiB/s from 5 sources",
+        "fetching v7: 81.2%, 6.5 of 8.0 MiB, 32 KiB/s from 5 sources",
+    ]
+    stream = io.StringIO()
+    loaded = {"version": 7, "bytes": 8 * 2**20, "fetch_s": 5.333, "sources": 5}
+    PlainLines(stream).show([event("adapter", 9.0, **loaded), event("adapter", 20.0, **loaded | {"sources": 0})])
+    assert [line.partition("  ")[2] for line in stream.getvalue().splitlines()] == [
+        "loaded v7, 8 MiB in 5.33 s from 5 sources",
+        "loaded v7, 8 MiB in 5.33 s",
+    ]
+
+
 # ---------------------------------------------------------------------- report
 
 ABOUT = About(run="r", mode="async", model="m", environment="e", seed=1, max_lag=4, steps_wanted=20, wall_s=12.34567)
