@@ -3,6 +3,8 @@
 --crash POINT:STEP   (trainer) SIGKILL ourselves at an awkward moment of that step:
     after-step         the optimizer has stepped, nothing is on disk
     after-checkpoint   the checkpoint is whole, the transaction has not begun
+    while-writing      the checkpoint is whole, half of the version's first blob is on disk
+    after-blobs        the version can be had, the transaction has not begun
     before-ledger      the transaction is committed, the ledger file has not got its entry
     before-announce    everything is on disk, nobody has been told
 --slow SECONDS        (inference) each token takes that much longer; "generating" is printed when a call begins
@@ -27,7 +29,7 @@ from bootstrap.main import _run_to_end
 from protocols.envelopes import Sealed, seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import public_bytes, run_id_of
-from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, Manifest, ModelSpec
+from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, Manifest, ModelSpec, TransferSpec
 from protocols.messages import Sampling
 from swarm.identity import load_identity
 
@@ -55,10 +57,19 @@ def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[byte
             sampling=Sampling(group_size=4),
             learning=LearningSpec(batch_groups=arguments.batch, learning_rate=arguments.learning_rate),
             coordination=coordination,
+            transfer=TransferSpec(codec=arguments.codec),
         )
         return seal(OWNER, manifest)
 
     return make
+
+
+def cut(path: Path) -> bool:
+    """Halve a blob that is being written; False for any other file."""
+    if path.parent.name != "blobs":
+        return False
+    os.truncate(path, path.stat().st_size // 2)
+    return True
 
 
 def kill_ourselves() -> None:
@@ -93,6 +104,12 @@ def install_crash(point: str, step: int) -> None:
             before(Trainer, "_commit", lambda trainer, *_: trainer.learner.steps == step)
         case "after-checkpoint":
             Checkpoints.write = after_write  # type: ignore[method-assign]
+        case "while-writing":
+            written: list[int] = []
+            before(Checkpoints, "write", lambda _, at, state: written.append(at))
+            before(Path, "replace", lambda path, *_: written[-1:] == [step] and cut(path))
+        case "after-blobs":
+            before(Record, "announcement", lambda record, chain, version, *_: version == step)
         case "before-ledger":
             committed: list[int] = []
             before(Record, "append", lambda *_: len(committed) > 0)
@@ -195,6 +212,7 @@ def main() -> int:
     parser.add_argument("--max-lag", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--mode", default="async")
+    parser.add_argument("--codec", default="auto")
     parser.add_argument("--lease", type=float, default=10.0)
     parser.add_argument("--coordinator", action="append", default=[], metavar="HOME")
     parser.add_argument("--patience", type=float, default=600.0)

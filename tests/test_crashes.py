@@ -37,15 +37,24 @@ def chain_of(path: Path) -> list[bytes]:
 
 def test_b73_the_trainer_is_killed_at_every_awkward_moment_and_the_chain_continues(swarm: Swarm) -> None:
     # Goal: whatever is half done when the trainer dies, no version has two contents and no group is trained twice.
-    # Method: one run of 12 steps; the trainer kills itself at four points, then comes back on the same home.
+    # Also B26 a) and B32: no peer hears of a version that cannot be had, and half a blob is never taken for one.
+    # Method: one run of 12 steps; the trainer kills itself at six points, then comes back on the same home. Deltas are
+    # lossy, so that what is carried from version to version must survive as well.
     swarm.start_bootstrap()
     peer = swarm.start("inference")
-    for crash in ("after-step:2", "after-checkpoint:4", "before-ledger:6", "before-announce:8"):
-        trainer = swarm.start("trainer", "--steps", "12", "--crash", crash)
+    run = ("--steps", "12", "--codec", "int4")
+    crashes = ("after-step", "after-checkpoint", "while-writing", "after-blobs", "before-ledger", "before-announce")
+    for step, crash in enumerate(crashes, 2):
+        trainer = swarm.start("trainer", *run, "--crash", f"{crash}:{step}")
         assert trainer.wait() == -9, trainer.lines()[-20:]
-    trainer = swarm.start("trainer", "--steps", "12")
+        leftovers = [path.name for path in (trainer.home / "blobs").glob(".tmp-*")]
+        assert len(leftovers) == (crash == "while-writing"), "the crash came elsewhere"
+    trainer = swarm.start("trainer", *run)
     assert trainer.wait() == 0, trainer.lines()[-20:]
     assert peer.wait(30) == 0
+    assert list((trainer.home / "blobs").glob(".tmp-*")) == []
+    assert [each["code"] for each in peer.events("warning") if "adapter" in each["code"]] == []
+    assert peer.events("adapter")[-1]["version"] >= 11
 
     home = swarm.folder / "trainer"
     raw = (home / "ledger.echo").read_bytes()
@@ -62,9 +71,10 @@ def test_b73_the_trainer_is_killed_at_every_awkward_moment_and_the_chain_continu
     assert counts.pop("trained") == 48
     assert set(counts) <= {"unused", "stale", "no_signal"}, "an accepted group has no outcome"
 
-    run = next((swarm.folder / "inference").glob("*.sqlite"))
-    assert chain_of(run) == chain_of(home / "trainer.sqlite"), "the peer saw another chain than the trainer committed"
-    assert rows(run, "SELECT * FROM evidence") == []
+    database = next((swarm.folder / "inference").glob("*.sqlite"))
+    committed = chain_of(home / "trainer.sqlite")
+    assert chain_of(database) == committed, "the peer saw another chain than the trainer committed"
+    assert rows(database, "SELECT * FROM evidence") == []
 
 
 def test_an_inference_peer_is_killed_and_none_of_its_accepted_groups_is_lost(swarm: Swarm) -> None:
