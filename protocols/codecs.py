@@ -184,9 +184,9 @@ class Ulps:
 class Quantised:
     """A scale and `BLOCK_ELEMENTS` integers of `bits` bits a block; the last block of a tensor may be short.
 
-    A scale is `rms_share` of the root mean square of its block, or what the largest value needs if that is more,
-    rounded up: nothing is clipped. The coarser the scale the fewer bits an integer has after compression, so
-    `rms_share` buys bytes with residual.
+    A scale is `rms_share` of the root mean square of its block, or what the largest value needs if that is more:
+    nothing is clipped. The coarser the scale the fewer bits an integer has after compression, so `rms_share` buys bytes
+    with residual.
     """
 
     bits: Literal[4, 8]
@@ -223,7 +223,7 @@ class Quantised:
         largest = np.maximum.reduceat(np.abs(delta), starts)
         rms = np.sqrt(np.add.reduceat(delta * delta, starts) / lengths)
         scale = np.maximum(np.minimum(self.rms_share * rms, _LARGEST), largest / (2 ** (self.bits - 1) - 1))
-        scales = ((scale.astype("<f4").view("<u4") + 0xFFFF) >> 16).astype("<u2")
+        scales = _narrow(scale.astype("<f4").view("<u4"), "BF16")  # still none is clipped: 127 / (1 - 2**-8) < 127.5
         scales[scales < _SCALE_MIN] = 0
         divisor = np.where(scales == 0, np.inf, _scale_values(scales))
         return scales, np.rint(delta / np.repeat(divisor, lengths)).astype("i1")

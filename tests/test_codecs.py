@@ -203,7 +203,7 @@ def test_an_element_is_off_by_half_a_scale_at_most(codec: str) -> None:
     for start in range(0, 700, BLOCK_ELEMENTS):
         block = delta[start : start + BLOCK_ELEMENTS].astype("f8")
         scale = max(kind.rms_share * np.sqrt(np.mean(block**2)), np.abs(block).max() / (2 ** (kind.bits - 1) - 1))
-        assert off[start : start + BLOCK_ELEMENTS].max() <= scale * (1 + 2**-7) / 2
+        assert off[start : start + BLOCK_ELEMENTS].max() <= scale * (1 + 2**-8) / 2
     assert off[300] < 40.0 * 2**-7
 
 
@@ -306,7 +306,7 @@ def test_b30_damage_under_a_right_seal_is_refused_or_makes_other_tensors_or_the_
         assert {name: (tensor.dtype, tensor.shape) for name, tensor in got.items()} == layout
         assert np.isfinite(flat(got)).all()
         changed += adapter_digest(got) != adapter_digest(rebuilt)
-    assert refused + changed >= 190  # what is left makes the announced tensors: an integer whose step rounds away
+    assert refused + changed >= 150  # the rest makes the announced tensors: an integer whose step rounds away
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -477,7 +477,7 @@ def test_error_feedback_keeps_what_is_left_behind_bounded_over_a_thousand_versio
     # Method: the trainer's own rule, next target = published + left behind + step; one block a tensor.
     kind = CODECS[codec]
     assert isinstance(kind, Quantised)
-    a = max(kind.rms_share, 1 / (2 ** (kind.bits - 1) - 1)) / 2 * (1 + 2**-7)
+    a = max(kind.rms_share, 1 / (2 ** (kind.bits - 1) - 1)) / 2 * (1 + 2**-8)
     versions = list(trained(11, elements=BLOCK_ELEMENTS, num_steps=1000))
     published = rounded(versions[0], dtype)
     step, number = 0.0, np.abs(flat(published)).max()
