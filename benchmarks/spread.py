@@ -21,6 +21,7 @@ from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import uvloop
 
 from benchmarks.figures import Figure, Measured, main
@@ -86,8 +87,15 @@ async def _obey(order: dict, host: Host, exchange: Exchange) -> dict:
             took_s = time.monotonic() - begun_s
             return {"took_s": took_s, "received": fetched.received, "sent": exchange.sent_bytes - before}
         case "sent":
-            return {"sent": exchange.sent_bytes}
+            return {"sent": exchange.sent_bytes, "cpu_s": _cpu_s()}
     raise AssertionError(order)
+
+
+def _cpu_s() -> list[float]:
+    """Of this process, and of its p2pd."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children())]
+    return [time.user + time.system for time in times]
 
 
 def _say(answer: dict) -> None:
@@ -116,7 +124,7 @@ class Peer:
 
 
 async def _start(machine: Machine, folder: Path) -> Peer:
-    folder.mkdir(mode=0o700)
+    await asyncio.to_thread(folder.mkdir, 0o700)
     command = [*machine.inside, sys.executable, "-m", "benchmarks.spread", "--child", str(folder), machine.address]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert process.stdout is not None
@@ -143,6 +151,8 @@ async def _transfer(trainer: Peer, peers: list[Peer], seed: int, size: int, star
         orders.append(peer.do(do="fetch", root=ref.root.hex(), size=size, sources=sources))
     results = await asyncio.gather(*orders)
     sent = (await trainer.do(do="sent"))["sent"] - before
+    all_cpu = [(await each.do(do="sent"))["cpu_s"] for each in (trainer, *peers)]
+    print("cpu", [round(sum(x),1) for x in zip(*all_cpu)], file=sys.stderr)
     return Transfer(max(result["took_s"] for result in results), sent / size)
 
 
@@ -155,18 +165,23 @@ async def _swarm(folder: Path, count: int, mbit: float, size: int, star_too: boo
         trainer, *peers = [await _start(each, folder / f"{count}-{at}") for at, each in enumerate(machines)]
         try:
             await asyncio.gather(
-                *(peer.do(do="connect", addresses=[other.address for other in (trainer, *peers[:at])])
-                  for at, peer in enumerate(peers))
-            )  # fmt: skip
+                *(
+                    peer.do(do="connect", addresses=[other.address for other in (trainer, *peers[:at])])
+                    for at, peer in enumerate(peers)
+                )
+            )
             for machine in machines:
                 net.limit(machine, mbit)
             for number in range(REPEATS):
                 for way in ("star", "ours") if star_too and number == 0 else ("ours",):
-                    transfer = await _transfer(trainer, peers, 100 * count + number + (way == "star") * 50, size,
-                                               way == "star", rng)  # fmt: skip
+                    transfer = await _transfer(
+                        trainer, peers, 100 * count + number + (way == "star") * 50, size, way == "star", rng
+                    )
                     found[way].append(transfer)
-                    print(f"{count} peers, {way}: {transfer.slowest_s:.2f} s, {transfer.copies:.2f} copies of the trainer",
-                          file=sys.stderr)  # fmt: skip
+                    print(
+                        f"{count} peers, {way}: {transfer.slowest_s:.2f} s, {transfer.copies:.2f} copies of the trainer",
+                        file=sys.stderr,
+                    )
         finally:
             for peer in (trainer, *peers):
                 assert peer.process.stdin is not None
@@ -190,22 +205,40 @@ def measure(counts: list[int], mbit: float, mib: int) -> Measured:
                 times[count, way] = middle.slowest_s
                 aim = "<= 2" if way == "ours" else ""
                 figures.append(
-                    Figure(what=f"{mib} MiB to {count} peers, {way}", ours=middle.slowest_s, yardstick=ideal_s, unit="s",
-                           yardstick_is="size / bandwidth", aim=aim)
-                )  # fmt: skip
+                    Figure(
+                        what=f"{mib} MiB to {count} peers, {way}",
+                        ours=middle.slowest_s,
+                        yardstick=ideal_s,
+                        unit="s",
+                        yardstick_is="size / bandwidth",
+                        aim=aim,
+                    )
+                )
                 if way == "ours":
                     copies = max(each.copies for each in transfers)
                     figures.append(
-                        Figure(what=f"trainer's upload, {count} peers (the most)", ours=copies, yardstick=1.0, unit="copies",
-                               yardstick_is="one copy", aim="<= 1.5")
-                    )  # fmt: skip
+                        Figure(
+                            what=f"trainer's upload, {count} peers (the most)",
+                            ours=copies,
+                            yardstick=1.0,
+                            unit="copies",
+                            yardstick_is="one copy",
+                            aim="<= 1.5",
+                        )
+                    )
                 notes.append(f"{count} peers, {way}: " + ", ".join(f"{each.slowest_s:.2f} s" for each in transfers))
     if len(counts) > 1:
         few, many = counts[0], counts[-1]
         figures.append(
-            Figure(what=f"{many} peers beside {few}", ours=times[many, "ours"], yardstick=times[few, "ours"], unit="s",
-                   yardstick_is=f"{few} peers", aim="<= 1.33")
-        )  # fmt: skip
+            Figure(
+                what=f"{many} peers beside {few}",
+                ours=times[many, "ours"],
+                yardstick=times[few, "ours"],
+                unit="s",
+                yardstick_is=f"{few} peers",
+                aim="<= 1.33",
+            )
+        )
     return figures, [f"{mbit:g} Mbit/s up and down each; time until the last peer has it, median of {REPEATS}", *notes]
 
 
