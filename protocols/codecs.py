@@ -167,16 +167,17 @@ class Ulps:
     def difference(self, target: Adapter, parent: Adapter) -> list[bytes]:
         dtype = _dtype(parent)
         before = _joined(parent, dtype)
-        order, cuts = _by_exponent(before, dtype)
+        sizes = _sizes(before, dtype)
+        order = np.argsort(sizes, kind="stable")
         units = _zigzag(_ordinals(_joined(target, dtype)) - _ordinals(before))[order]
+        cuts = _cuts(sizes[order])
         return [part.tobytes() for plane in _planes(units) for part in np.split(plane, cuts)]
 
     def apply(self, plain: bytes, parent: Adapter) -> dict[str, Tensor]:
         dtype = _dtype(parent)
         before = _joined(parent, dtype)
-        order, _ = _by_exponent(before, dtype)
         units = np.empty_like(before)
-        units[order] = _from_planes(plain, dtype)
+        units[np.argsort(_sizes(before, dtype), kind="stable")] = _from_planes(plain, dtype)
         return _split(_from_ordinals(_ordinals(before) + _unzigzag(units)), parent)
 
 
@@ -274,14 +275,18 @@ def _split(bits: Array, parent: Adapter) -> dict[str, Tensor]:
     return {name: _tensor(parent[name].dtype, parent[name].shape, bits[part]) for name, part in _parts(parent)}
 
 
-def _planes(bits: Array) -> Array:
-    """All lowest bytes, then all second lowest ...; shape (bytes of an element, elements)."""
-    return np.ascontiguousarray(bits.view("u1").reshape(len(bits), -1).T)
+def _planes(bits: Array) -> list[Array]:
+    """All lowest bytes, all second lowest, ...; shape (elements,) each."""
+    return [(bits >> 8 * byte).astype("u1") for byte in range(bits.itemsize)]
 
 
 def _from_planes(plain: bytes, dtype: str) -> Array:
+    """The inverse of `_planes`, joined."""
     planes = np.frombuffer(plain, "u1").reshape(_BITS[dtype].itemsize, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(_BITS[dtype])
+    bits: Array = planes[0].astype(_BITS[dtype])
+    for byte, plane in enumerate(planes[1:], 1):
+        bits |= plane.astype(_BITS[dtype]) << 8 * byte
+    return bits
 
 
 def _ordinals(bits: Array) -> Array:
@@ -305,15 +310,18 @@ def _unzigzag(units: Array) -> Array:
     return ((units >> 1) ^ -(units & 1)).view(f"<i{units.itemsize}")
 
 
-def _by_exponent(bits: Array, dtype: str) -> tuple[Array, Array]:
-    """The order of elements by falling exponent, and where in it a part ends: with an exponent, unless it is short."""
-    exponents = ((bits >> _MANTISSA_BITS[dtype]) & 0xFF).astype("u1")
-    order = np.argsort(255 - exponents, kind="stable")
-    cuts: list[int] = []
-    for cut in np.cumsum(np.bincount(255 - exponents)).tolist():
-        if cut - (cuts[-1] if cuts else 0) >= PART_ELEMENTS_MIN and len(bits) - cut >= PART_ELEMENTS_MIN:
+def _sizes(bits: Array, dtype: str) -> Array:
+    """By exponent, 0 the largest there is; equal sizes sort as they stand."""
+    return 255 - ((bits >> _MANTISSA_BITS[dtype]) & 0xFF).astype("u1")
+
+
+def _cuts(sizes: Array) -> list[int]:
+    """Where to part sorted sizes: after each one, unless a part would be short."""
+    cuts = [0]
+    for cut in np.searchsorted(sizes, np.arange(256, dtype="u1"), side="right").tolist():
+        if min(cut - cuts[-1], len(sizes) - cut) >= PART_ELEMENTS_MIN:
             cuts.append(cut)
-    return order, np.array(cuts, dtype="i8")
+    return cuts[1:]
 
 
 def _blocks(adapter: Adapter) -> int:
