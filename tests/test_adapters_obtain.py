@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import random
-import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from protocols.transfer import blob_ref
 from swarm.adapters import Adapters, NoRoom
 from swarm.blobs import BlobStore
 from swarm.exchange import Fetched
+from tests.disks import fill_up, small_disk
 from tests.samples import OTHER_TRAINER, announcement, manifest
 
 MIB = 1024 * 1024
@@ -433,29 +433,9 @@ async def test_b35_a_full_disk_is_said_with_what_is_needed_and_passes(
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of its own, of 6 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system of its own here: {getattr(error, 'stderr', error)}")
-    try:
+    """A folder on a disk of 6 MB."""
+    with small_disk(tmp_path / "disk", 6 * 1024 * 1024) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill_up(path: Path) -> None:
-    """Let a file grow until the disk is full."""
-    try:
-        with path.open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
 
 
 @pytest.mark.parametrize("codec", ["raw", "xor"])
