@@ -10,6 +10,7 @@ more than a keyframe: so nobody ever needs more than about two of them. A delta 
 left out, and the keyframe then holds all that its dtype can.
 """
 
+import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def store(published: Published, blobs: BlobStore) -> AdapterRef:
 def _put(blob: bytes, blobs: BlobStore) -> BlobRef:
     ref = blobs.put(blob)
     if blobs.get(ref.root) is None:
-        raise OSError(f"{blobs.path(ref.root)}: the disk does not hold what was written to it")
+        raise OSError(errno.EIO, "the disk does not hold what was written to it", str(blobs.path(ref.root)))
     return ref
 
 
