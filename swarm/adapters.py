@@ -172,12 +172,18 @@ class Adapters:
             self._pass = None
 
     async def tidy(self) -> None:
-        """After a pass: store the keyframe that others may want from us, drop what nobody needs any more."""
+        """After a pass: drop what nobody needs any more, store the keyframe that others may want from us.
+
+        Neither is a must, so what the disk says against it is only logged.
+        """
         roots = kept(self._entries(), VERSIONS_KEPT, KEPT_BYTES_MAX)
-        await asyncio.to_thread(self.exchange.blobs.keep_only, roots)
         keyframe, self._keyframe = self._keyframe, None
-        if keyframe is not None and keyframe[0].root in roots:
-            await asyncio.to_thread(self._store_keyframe, *keyframe)
+        try:
+            await asyncio.to_thread(self.exchange.blobs.keep_only, roots)
+            if keyframe is not None and keyframe[0].root in roots:
+                await asyncio.to_thread(self._store_keyframe, *keyframe)
+        except OSError as error:
+            log.info("not tidied: %s", error)
 
     def underway(self) -> Underway | None:
         """How far the pass is; None when nothing is being downloaded."""
@@ -285,24 +291,21 @@ class Adapters:
         except OSError as error:
             log.info("v%d, %d bytes: %s; older versions go", hop.version, hop.blob.size, error)
         needed = kept(self._entries(), 0, 0) | {each.blob.root for each in work.planned}
-        await asyncio.to_thread(self.exchange.blobs.keep_only, needed)
         try:
+            await asyncio.to_thread(self.exchange.blobs.keep_only, needed)
             return await self.exchange.fetch(hop.blob, asked)
         except OSError as error:
             folder = self.exchange.blobs.folder
             raise NoRoom(error, str(folder), hop.blob.size, _free_bytes(str(folder))) from error
 
     def _store_keyframe(self, announced: BlobRef, adapter: Adapter) -> None:
-        """Whoever comes later gets it from us too. Not a must, so a full disk is only logged."""
+        """Whoever comes later gets it from us too. Raises OSError."""
         blob = encode_adapter(adapter)
         if blob_ref(blob) != announced:
             self.odd_keyframes += 1
             log.warning("an announced keyframe is not the encoding of its version; not offered")
             return
-        try:
-            self.exchange.blobs.put(blob)
-        except OSError as error:
-            log.info("keyframe of %d bytes not stored: %s", len(blob), error)
+        self.exchange.blobs.put(blob)
 
 
 def _decode(hop: Hop, blob: bytes, held: Rebuilt | None, digest: bytes) -> Adapter:

@@ -18,8 +18,9 @@ from protocols.faults import PeerFault, TransportFault
 from protocols.messages import AdapterRef, Announcement, BlobRef, DeltaRef
 from protocols.policy import Chain, Extended
 from protocols.transfer import blob_ref
-from swarm.adapters import Adapters, NoRoom
+from swarm.adapters import Adapters, NoRoom, Underway
 from swarm.blobs import BlobStore
+from swarm.downloads import Progress
 from swarm.exchange import Fetched
 from tests.disks import fill_up, small_disk
 from tests.samples import OTHER_TRAINER, announcement, manifest
@@ -378,6 +379,36 @@ async def test_b32_only_what_is_whole_is_read(tmp_path: Path) -> None:
     again = Peer(trainer, tmp_path)
     assert await again.catch_up() == "K5"
     assert again.shelf.fetched == [whole.root]
+
+
+async def test_how_far_a_pass_is(tmp_path: Path) -> None:
+    # Goal: all blobs of the way are one download to whoever waits; what is on disk is no part of it.
+    trainer = Trainer().steps(8)
+    peer = Peer(trainer, tmp_path)
+    k5, d6, d7 = (
+        trainer.said[5].message.adapter.keyframe,
+        *(trainer.said[version].message.adapter.delta.blob for version in (6, 7)),
+    )
+    peer.shelf.blobs.put(trainer.blobs[d6.root])
+    seen: list[Underway | None] = []
+
+    async def half_way(ref: BlobRef) -> None:
+        peer.shelf.downloads = {ref.root: Progress(ref.size, ref.size // 2, 3, 1e6)}
+        seen.append(peer.adapters.underway())
+        peer.shelf.downloads = {}
+
+    peer.shelf.before = half_way
+    assert peer.adapters.underway() is None
+    assert await peer.catch_up() == "K5 D6 D7"
+    assert peer.adapters.underway() is None
+    first, _, last = seen
+    assert first is not None
+    assert last is not None
+    total = k5.size + d7.size
+    assert (first.version, first.bytes, first.received_bytes, first.sources) == (7, total, k5.size // 2, 3)
+    assert (last.version, last.bytes, last.received_bytes) == (7, total, k5.size + d7.size // 2)
+    assert first.bytes_per_s == 1e6
+    assert 0 <= first.running_s <= last.running_s
 
 
 # ---------------------------------------------------------------------- full disks
