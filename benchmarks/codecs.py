@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import zstandard
@@ -31,6 +32,7 @@ from protocols.messages import Sampling
 from tests.colocated import Colocated
 from tests.samples import RUN, TRAINER_ID
 
+Dtype = Literal["bfloat16", "float32"]
 AIMS = {"ulps": "<= 0.35", "int4": "<= 0.15"}
 CURVE = (1, 3, 10, 30, 100, 300, 1000)
 REPEATS = 5
@@ -115,8 +117,8 @@ def targets(loop: Colocated, steps: int) -> Iterator[Adapter]:
 class Chain:
     """One codec's versions of the same run."""
 
-    def __init__(self, codec: str, first: Adapter) -> None:
-        self.codec, self.published = codec, rounded(first, "bfloat16")
+    def __init__(self, codec: str, first: Adapter, dtype: Dtype) -> None:
+        self.codec, self.published = codec, rounded(first, dtype)
         self.sizes: list[int] = []
         self.left: list[float] = []
         """Root mean square of what each version lacks of its target."""
@@ -140,9 +142,9 @@ def rms(values: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype="f8"))))
 
 
-def sizes(versions: Sequence[Adapter]) -> tuple[list[Figure], list[str]]:
+def sizes(versions: Sequence[Adapter], dtype: Dtype) -> tuple[list[Figure], list[str]]:
     """Bytes a version, each codec beside a bfloat16 keyframe; what lossy ones leave behind beside a step."""
-    chains = [Chain(codec, versions[0]) for codec in CODECS]
+    chains = [Chain(codec, versions[0], dtype) for codec in CODECS]
     keyframes: dict[str, list[int]] = {"float32 keyframe": [], "bfloat16 keyframe, zstd": []}
     step = []
     for before, target in pairwise(versions):
@@ -155,18 +157,18 @@ def sizes(versions: Sequence[Adapter]) -> tuple[list[Figure], list[str]]:
     rows = [*keyframes.items(), *((chain.codec, chain.sizes) for chain in chains)]
     figures = [
         Figure(
-            what=f"{name}: bytes a version, mean",
+            what=f"{name}: a version, mean",
             ours=sum(each) / len(each) / 1e3,
             yardstick=len(whole) / 1e3,
             unit="kB",
             yardstick_is="bfloat16 keyframe",
-            aim=AIMS.get(name, ""),
+            aim=AIMS.get(name, "") if dtype == "bfloat16" else "",
         )
         for name, each in rows
     ]
     notes = [f"largest, of a bfloat16 keyframe: {', '.join(f'{n} {max(s) / len(whole):.3f}' for n, s in rows)}"]
     behind = ", ".join(f"{chain.codec} {sum(chain.left) / sum(step):.2f}" for chain in chains)
-    notes.append(f"left for the next version, root mean square, in steps: {behind} (lossless: rounding to bfloat16)")
+    notes.append(f"left for the next version, root mean square, in steps: {behind} (lossless: rounding to {dtype})")
     return figures, notes
 
 
@@ -186,7 +188,7 @@ def stacked(versions: Sequence[Adapter]) -> tuple[Adapter, Adapter]:
 
 
 def speeds(versions: Sequence[Adapter]) -> tuple[list[Figure], list[str]]:
-    """Bytes of bfloat16 a second on one core, in turn with the yardsticks."""
+    """Bytes of bfloat16 a second of processor time, in turn with the yardsticks."""
     parent, target = stacked(versions)
     digest = adapter_digest(parent)
     whole = b"".join(each.data for each in rounded(target, "bfloat16").values())
@@ -203,9 +205,9 @@ def speeds(versions: Sequence[Adapter]) -> tuple[list[Figure], list[str]]:
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(REPEATS):
         for name, work in works.items():
-            begun_s = time.perf_counter()
+            begun_s = time.process_time()
             work()
-            taken[name].append(time.perf_counter() - begun_s)
+            taken[name].append(time.process_time() - begun_s)
     speed = {name: len(whole) / median(each) / 1e6 for name, each in taken.items()}
     figures = [
         Figure(
@@ -219,8 +221,8 @@ def speeds(versions: Sequence[Adapter]) -> tuple[list[Figure], list[str]]:
         if name.split()[0] in CODECS
     ]
     notes = [
-        f"speeds: {len(whole) / 1e6:.1f} MB of bfloat16 at once, one core, medians of {REPEATS}; "
-        f"encoding rebuilds too; memcpy {speed['memcpy']:.0f} MB/s"
+        f"speeds: {len(whole) / 1e6:.1f} MB of bfloat16 at once, {len(parent)} tensors, a second of processor "
+        f"time; medians of {REPEATS}; encoding rebuilds too; memcpy {speed['memcpy']:.0f} MB/s"
     ]
     return figures, notes
 
@@ -265,6 +267,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codecs", description="Versions as deltas.")
     parser.add_argument("--model", choices=("builtin", "smollm2"), default="builtin")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the versions")
     options = parser.parse_args()
     load, begun_s = os.getloadavg()[0], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -272,11 +275,11 @@ def main() -> int:
         versions = list(targets(loop, options.steps))
     trained_s = time.perf_counter() - begun_s
     reward = [report.reward_mean for report in loop.spent.reports if report.reward_mean is not None]
-    byte_figures, byte_notes = sizes(versions)
+    byte_figures, byte_notes = sizes(versions, options.dtype)
     speed_figures, speed_notes = speeds(versions)
     notes = [
-        f"{options.model}, {options.steps} steps in {trained_s:.0f} s, reward {reward[0]:.3f} to {reward[-1]:.3f}; "
-        f"a bfloat16 keyframe is {byte_figures[0].yardstick:.1f} kB",
+        f"{options.model}, versions in {options.dtype}, {options.steps} steps in {trained_s:.0f} s; "
+        f"reward {reward[0]:.3f} to {reward[-1]:.3f}; a bfloat16 keyframe is {byte_figures[0].yardstick:.1f} kB",
         *byte_notes,
         *speed_notes,
         f"load before {load:.2f}; {machine()}",
