@@ -72,8 +72,10 @@ def maker(publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> Callable[
 
 
 @asynccontextmanager
-async def trainer(home: Path, publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> AsyncIterator[Restarted]:
-    """An open trainer on this home, alone in the world."""
+async def trainer(
+    home: Path, publish_every: int = 1, transfer: TransferSpec = DEFAULT, friend: Node | None = None
+) -> AsyncIterator[Restarted]:
+    """An open trainer on this home, alone in the world but for a friend that may have its blobs."""
     identity = identity_of(home, TRAINER)
     node = await Node.start(identity, home, NodeConfig(role="trainer", listen=LISTEN), [RUN])
     warnings: list[str] = []
@@ -90,6 +92,9 @@ async def trainer(home: Path, publish_every: int = 1, transfer: TransferSpec = D
         ),
     )
     made.warnings = warnings
+    if friend is not None:
+        await node.host.connect(friend.host.addresses[0], 10.0)
+        made.follower.neighbourhood.sources = lambda version: [friend.peer_id]  # type: ignore[method-assign]
     try:
         await made.open()
         yield made
@@ -174,6 +179,24 @@ async def test_b73_without_any_whole_checkpoint_the_trainer_says_what_to_do(tmp_
             pass
     assert "\n" not in str(error.value)
     assert "restore the folder" in str(error.value)
+
+
+async def test_published_weights_that_are_not_here_are_fetched_from_a_peer(tmp_path: Path) -> None:
+    home, other = tmp_path / "trainer", tmp_path / "other"
+    digest, chain = await steps(home, 3)
+    damage(home, 3)
+    other.mkdir(mode=0o700)
+    (home / "blobs").rename(other / "blobs")
+    friend = await Node.start(identity_of(other), other, NodeConfig(role="inference", listen=LISTEN), [RUN])
+    try:
+        async with trainer(home, friend=friend) as again:
+            assert again.warnings == ["damaged checkpoint"]
+            assert (again.learner.steps, again.digest()) == (3, digest)
+            await again.step()
+            assert references(again)[-1].delta is not None, "the version before is known, so a delta to it is possible"
+            assert [entry.raw for entry in again.parts.chain.entries][:4] == chain
+    finally:
+        await friend.close()
 
 
 async def test_without_checkpoint_and_published_weights_the_trainer_says_what_to_do(tmp_path: Path) -> None:
