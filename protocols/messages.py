@@ -459,7 +459,7 @@ class BlobOffer(Struct, frozen=True, tag="blob-offer"):
 
 
 class BlobHave(Struct, frozen=True, tag="blob-have"):
-    """The asker's, to a holder that is sparing: what it has by now, from whomever."""
+    """The asker's, to a holder that sent it a chunk or is sparing: what it has by now, from whomever."""
 
     chunks: Bitmap
 

@@ -257,8 +257,11 @@ class Download:
                     self._leave(source)
                 else:
                     self._took(source, index, len(data))
+            self._acknowledge({source for source, _, _ in batch})
             await self.arriving.tell()
-            self._tell_sparing()
+            assert self._schedule is not None
+            if self._schedule.done:
+                self._done.set()
 
     async def _open(self) -> None:
         """Once the hash list is here, what an earlier attempt left can be checked, and chunks can be asked for."""
@@ -298,14 +301,13 @@ class Download:
             self.progress.received_bytes += size
         self._handle(Arrived(source, index))
         self.arriving.part.have = self._schedule.have
-        if self._schedule.done:
-            self._done.set()
 
-    def _tell_sparing(self) -> None:
+    def _acknowledge(self, senders: set[str]) -> None:
+        """Tell what we have by now: who sent some of it may send the next, who spares itself need not offer it."""
         assert self._schedule is not None
         have = frame(BlobHave(to_bitmap(self._schedule.have)))
-        for talk in self._talks.values():
-            if talk.sparing and talk.writer is not None:
+        for source, talk in self._talks.items():
+            if talk.writer is not None and (talk.sparing or source in senders):
                 talk.writer.write(have)
 
     async def _tick(self) -> None:

@@ -14,22 +14,23 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from protocols.faults import PeerFault
 from protocols.messages import BlobHave, BlobOffer, BlobOpen, ChunkAsk, ChunkHead, decode_blob_asker
+from protocols.pacing import Pacing
 from protocols.transfer import IN_FLIGHT_MAX, STALL_S, ChunkList, Seeding, from_bitmap, num_chunks, to_bitmap
 from swarm.blobs import BlobStore, Part, read_chunk
 from swarm.frames import frame, read_frame
 from swarm.tasks import run_loops
 
 UPLOADS_MAX = 32  # streams served at once
-SLOTS = 8  # chunks written at once, 2 MiB: a slow link then passes on one chunk after the other, not all at the end
-SLOT_S = 2.0  # until an asker that reads slowly gives its slot to others; its chunk goes on
 CHUNK_S = 60.0  # for one chunk to be taken: 4 KB/s
 IDLE_S = 10.0  # without an ask, after which a stream may be closed to make room for another
 ALIVE_S = STALL_S / 2  # between two signs of life while an ask waits
 OFFER_GAP_S = 0.02  # chunks that come in a burst are offered together
+TURN_S = 0.1  # how often whoever is next looks whether a chunk on the way is overdue
 SEEDING_S = 0.25  # how often a sparing holder looks whether time alone lets it offer more
 SEEDINGS_MAX = 64  # blobs whose offers are remembered: the versions that peers may still ask for
 
@@ -59,22 +60,6 @@ class Arriving:
             self.grown.notify_all()
 
 
-class _Slot:
-    """Leave to write a chunk, given back after SLOT_S at the latest."""
-
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots = slots
-        self._held = True
-        self._timer = asyncio.get_running_loop().call_later(SLOT_S, self.give_back)
-
-    def give_back(self) -> None:
-        """Somebody else's turn. Again changes nothing."""
-        if self._held:
-            self._held = False
-            self._timer.cancel()
-            self._slots.release()
-
-
 @dataclass(slots=True, eq=False)
 class _Upload:
     """One stream."""
@@ -102,7 +87,11 @@ class Uploads:
         self.sent_bytes = 0
         self._streams: set[_Upload] = set()
         self._serial = itertools.count()
-        self._slots = asyncio.Semaphore(SLOTS)
+        self._pacing = Pacing()
+        self._turns = asyncio.Lock()
+        """Held by whoever sends next; the others queue up."""
+        self._arrived = asyncio.Event()
+        """An asker has got a chunk, or went."""
         self._rng = random.Random(0)  # which chunk goes first is nobody's secret
         self._seedings: dict[bytes, Seeding] = {}
 
@@ -153,10 +142,13 @@ class Uploads:
             "hear": lambda: self._hear(upload, seeding, holding.count, reader),
             "talk": talk,
             "watch": lambda: self._watch(upload),
+            "sign of life": lambda: self._show_life(upload, seeding),
         }
         try:
             await run_loops(loops, done)
         finally:
+            self._pacing.left(upload.key)
+            self._arrived.set()
             if seeding is not None:
                 seeding.left(upload.key)
                 self._stir(upload.root)
@@ -178,9 +170,7 @@ class Uploads:
                 upload.asks.append(index)
                 upload.news.set()
             case BlobHave(chunks):
-                if seeding is not None:
-                    seeding.has(upload.key, from_bitmap(chunks, count))
-                    upload.news.set()
+                self._acknowledged(upload, seeding, from_bitmap(chunks, count))
             case BlobOpen():
                 raise PeerFault("malformed blob request", "opened twice")
 
@@ -210,8 +200,8 @@ class Uploads:
             if not upload.asks and gap_s > 0:
                 await asyncio.sleep(gap_s)
 
-    def _offer(self, upload: _Upload, seeding: Seeding | None) -> bool:
-        """Say what we offer, if it is news or a sign of life is due. False: the blob is gone."""
+    def _offer(self, upload: _Upload, seeding: Seeding | None, again: bool = False) -> bool:
+        """Say what we offer, if it is news, or `again`. False: the blob is gone."""
         now_s = time.monotonic()
         holding = self._holding(upload.root)
         if holding is None:
@@ -219,36 +209,46 @@ class Uploads:
             return False
         chunks = to_bitmap(holding.chunks if seeding is None else seeding.offer(upload.key, now_s))
         hashes = holding.hashes if upload.hashes_due else b""
-        alive_due = bool(upload.asks) and now_s - upload.offered_s > ALIVE_S
-        if chunks != upload.offered or hashes or alive_due:
+        if chunks != upload.offered or hashes or again:
             upload.hashes_due = upload.hashes_due and not hashes
             upload.offered, upload.offered_s = chunks, now_s
             upload.writer.write(frame(BlobOffer(True, hashes, chunks, seeding is not None)))
         return True
 
     async def _send(self, upload: _Upload, index: int, seeding: Seeding | None) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(ALIVE_S):
-                    await self._slots.acquire()
-                break
-            except TimeoutError:
-                self._offer(upload, seeding)
-        slot = _Slot(self._slots)
-        begun_s = time.monotonic()
-        try:
-            data = self._read(upload.root, index)
-            upload.writer.write(frame(ChunkHead(index)))
-            upload.writer.write(data)
-            self.sent_bytes += len(data)
-            async with asyncio.timeout(CHUNK_S):
-                await upload.writer.drain()
-        finally:
-            slot.give_back()
+        async with self._turns:
+            while not self._pacing.room(time.monotonic()):
+                self._arrived.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TURN_S):
+                        await self._arrived.wait()
+            self._pacing.sent(upload.key, index, time.monotonic())
+        data = self._read(upload.root, index)
+        upload.writer.write(frame(ChunkHead(index)))
+        upload.writer.write(data)
+        self.sent_bytes += len(data)
+        async with asyncio.timeout(CHUNK_S):
+            await upload.writer.drain()
+
+    def _acknowledged(self, upload: _Upload, seeding: Seeding | None, chunks: int) -> None:
+        """The asker has these chunks by now, from whomever."""
+        now_s = time.monotonic()
+        for index in self._pacing.unacknowledged(upload.key):
+            if chunks >> index & 1:
+                took_s = self._pacing.acknowledged(upload.key, index, now_s)
+                if seeding is not None and took_s is not None:
+                    seeding.sent(upload.key, index, took_s, now_s)
+                self._arrived.set()
         if seeding is not None:
-            now_s = time.monotonic()
-            seeding.sent(upload.key, index, now_s - begun_s, now_s)
+            seeding.has(upload.key, chunks)
             self._stir(upload.root)
+
+    async def _show_life(self, upload: _Upload, seeding: Seeding | None) -> None:
+        """While an ask waits for its turn, the asker hears from us."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if upload.asks:
+                self._offer(upload, seeding, again=True)
 
     def _stir(self, root: bytes) -> None:
         """What one asker took or left free changes what the others may be offered."""
