@@ -157,8 +157,8 @@ class Ulps:
     """Lossless. How many numbers of the dtype lie between an element and its parent: units in the last place.
 
     An optimizer moves all elements by like amounts, so the units depend on how large the element was. Elements are
-    sorted by their parent's exponent, largest first, and each exponent is a part of its own: 0.29 of the bfloat16 bytes
-    where the same numbers unsorted take 0.37 and `xor` 0.42 (docs/codecs.md).
+    sorted by their parent's exponent, largest first, and each exponent is a part of its own: 0.29 of a bfloat16
+    keyframe where `xor` takes 0.39 (docs/codecs.md).
     """
 
     def plain_bytes(self, parent: Adapter) -> int:
