@@ -144,7 +144,7 @@ def test_widening_is_exact() -> None:
 
 
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-def test_b31_what_is_not_finite_is_not_published(number: float) -> None:
+def test_what_is_not_finite_is_not_published(number: float) -> None:
     wrong = adapter({"t": np.array([1.0, number], "<f4")})
     with pytest.raises(LocalFault, match="not finite"):
         rounded(wrong, "bfloat16")
@@ -310,7 +310,7 @@ def test_b30_damage_under_a_right_seal_is_refused_or_makes_other_tensors_or_the_
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_b26_a_delta_of_another_parent_is_refused(codec: str) -> None:
+def test_b30_a_delta_of_another_parent_is_refused(codec: str) -> None:
     first, second, third = (rounded(each, "bfloat16") for each in trained(5, num_steps=2))
     blob = encode_delta(codec, widened(third), second).blob
     renamed = {f"{name}x": tensor for name, tensor in second.items()}
@@ -414,6 +414,17 @@ def test_a_bomb_is_refused_before_memory_is_set_aside(codec: str) -> None:
     before = peak_bytes()
     with pytest.raises(PeerFault, match="malformed delta"):
         decode_delta(codec, sealed(codec, bomb, parent), parent)
+    assert peak_bytes() - before < 32 * 2**20
+
+
+def test_a_frame_that_claims_a_window_of_two_gigabytes_gets_none() -> None:
+    parent = rounded(next(iter(trained(10))), "bfloat16")
+    frame = zstandard.compress(bytes(CODECS["xor"].plain_bytes(parent)))
+    # Descriptor: two bytes of content size, no single segment; then a window of 2 ** (10 + 21) bytes.
+    wide = frame[:4] + bytes([0x40, 21 << 3]) + frame[5:]
+    assert zstandard.get_frame_parameters(wide).window_size == 2**31
+    before = peak_bytes()
+    assert decode_delta("xor", sealed("xor", wide, parent), parent) == parent
     assert peak_bytes() - before < 32 * 2**20
 
 
