@@ -19,8 +19,8 @@ is lost, only late: error feedback (Seide et al. 2014, 1-bit SGD; Karimireddy et
 element of it is at most half a scale of its block (no value is clipped) and half a unit in the last place of the dtype.
 
 Every machine rebuilds the same bits: decoding is integer arithmetic on bits, one exact float32 product and one float32
-sum an element, each correctly rounded (IEEE 754). Neither works on or makes a subnormal number, so a processor that
-flushes those to zero agrees too.
+sum an element, each correctly rounded (IEEE 754). No such sum is a subnormal number or depends on one, so a processor
+that flushes those to zero agrees too.
 """
 
 import hashlib
