@@ -303,7 +303,7 @@ async def test_a_revoked_head_leaves_its_parent_in_memory(tmp_path: Path) -> Non
     trainer = Trainer().steps(4)
     peer = Peer(trainer, tmp_path)
     await peer.catch_up()
-    twin = announcement(3, peer.chain.entries[-2].raw and trainer.said[3].message.parent, created_ms=9)
+    twin = announcement(3, trainer.said[3].message.parent, created_ms=9)
     peer.chain.extend(twin)  # the trainer signed two contents: both are refused
     assert peer.chain.version == 2
     assert await peer.catch_up(upto=0) == ""
@@ -319,6 +319,21 @@ async def test_a_revoked_head_leaves_its_parent_in_memory(tmp_path: Path) -> Non
     got = await peer.adapters.obtain(newer)
     assert [hop.version for hop in got.hops] == [4]
     assert got.rebuilt.adapter == encoded.rebuilt
+
+
+async def test_a_version_that_was_revoked_is_not_taken_for_its_successor_of_the_same_number(tmp_path: Path) -> None:
+    trainer = Trainer().steps(4)
+    peer = Peer(trainer, tmp_path)
+    await peer.catch_up()
+    peer.chain.extend(announcement(3, trainer.said[3].message.parent, created_ms=9))  # equivocation
+    encoded = encode_delta("xor", trainer.values(), trainer.adapters[2])
+    reference = AdapterRef(adapter_digest(encoded.rebuilt), None, DeltaRef("xor", trainer.put(encoded.blob)))
+    other = announcement(3, peer.chain.head_hash, key=OTHER_TRAINER, adapter=reference)
+    assert isinstance(peer.chain.extend(other), Extended)
+    assert not peer.adapters.at(other)
+    got = await peer.adapters.obtain(other)
+    assert (got.rebuilt.version, got.rebuilt.adapter) == (3, encoded.rebuilt)
+    assert peer.adapters.at(other)
 
 
 async def test_keyframes_are_made_for_those_who_come_later(tmp_path: Path) -> None:
@@ -441,6 +456,21 @@ async def test_b35_old_versions_go_first_when_the_disk_is_full(tmp_path: Path, m
         assert await peer.catch_up() == f"K{version}"
         await peer.adapters.tidy()
     assert "K9" in peer.on_disk()
+
+
+async def test_b35_what_the_way_still_needs_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(codec="int4", keyframe_every=20).steps(19)
+    peer = Peer(trainer, tmp_path)
+    await peer.catch_up()
+    trainer.steps(3)
+    d20 = trainer.said[20].message.adapter.delta.blob.root
+    peer.shelf.blobs.put(trainer.blobs[d20])  # as an earlier process left it
+    disk = SmallDisk(tmp_path, 0, monkeypatch)
+    disk.num_bytes = disk.used()
+    peer.shelf.fetched.clear()
+    assert await peer.catch_up() == "D19 D20 D21"
+    assert d20 not in peer.shelf.fetched
+    assert peer.on_disk() == ["D19", "D20", "D21"]
 
 
 async def test_b35_a_full_disk_is_said_with_what_is_needed_and_passes(

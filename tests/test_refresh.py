@@ -1,4 +1,4 @@
-"""An inference peer whose disk is full: it says so, stays as it is, and goes on when there is room (case B35)."""
+"""How an inference peer gets from version to version, what it tells of it, and a disk that is full (B21 B35)."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,8 @@ import pytest
 
 import peers.inference
 from peers.inference import InferenceOptions, InferencePeer
+from protocols.messages import BlobRef
+from swarm.downloads import Progress
 from swarm.neighbourhood import Neighbourhood
 from tests.disks import fill_up, small_disk
 from tests.hosts import until
@@ -146,6 +148,48 @@ async def test_a_version_that_cannot_be_rebuilt_is_said_once_and_the_next_is_wai
         await worker.hear()
         await until(lambda: worker.version == 2)
         assert len(worker.warnings) == 1
+
+
+async def test_b21_replays_neither_load_nor_fetch_again(tmp_path: Path) -> None:
+    trainer = Trainer(elements=300, keyframe_every=20).steps(50)
+    async with working(tmp_path, trainer) as worker:
+        await worker.hear()
+        await until(lambda: worker.version == 49)
+        for version in (48, 2, 49, 2):
+            worker.got.chain.extend(trainer.said[version])
+            await worker.notify()
+        trainer.step()
+        await worker.hear()
+        await until(lambda: worker.version == 50)
+        assert [event["version"] for event in worker.events] == [49, 50]
+
+
+async def test_a_long_download_is_told_of_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.inference, "DOWNLOAD_TICK_S", 0.01)
+    monkeypatch.setattr(peers.inference, "DOWNLOAD_SHOWN_S", 0.05)
+    trainer = Trainer().steps(1)
+    size = trainer.said[0].message.adapter.keyframe.size
+    arrived = asyncio.Event()
+    async with working(tmp_path, trainer) as worker:
+
+        async def arrive(ref: BlobRef) -> None:
+            worker.got.shelf.downloads[ref.root] = Progress(ref.size, ref.size // 4, 3, 12345.6)
+            await arrived.wait()
+            del worker.got.shelf.downloads[ref.root]
+
+        worker.got.shelf.before = arrive
+        telling = asyncio.create_task(worker.peer.show_downloads())
+        started_s = time.monotonic()
+        await worker.hear()
+        await until(lambda: len(worker.events) >= 2)
+        assert time.monotonic() - started_s >= 0.05
+        about = {"version": 0, "bytes": size, "received_bytes": size // 4, "bytes_per_s": 12346, "sources": 3}
+        assert worker.events[0] == {"event": "download"} | about
+        arrived.set()
+        await until(lambda: worker.version == 0)
+        assert worker.events[-1]["event"] == "adapter"
+        telling.cancel()
+        await asyncio.wait([telling])
 
 
 async def test_the_event_of_a_version_says_what_it_took(tmp_path: Path) -> None:
