@@ -17,7 +17,7 @@ from swarm.downloads import Progress
 from swarm.neighbourhood import Neighbourhood
 from tests.disks import fill_up, small_disk
 from tests.hosts import until
-from tests.processes import START_S, Swarm, wait_until
+from tests.processes import START_S, Member, Swarm, wait_until
 from tests.samples import RUN, STRANGER_ID
 from tests.test_adapters_obtain import MIB, Peer, SmallDisk, Trainer
 
@@ -261,3 +261,40 @@ def test_b35_a_peer_on_a_small_disk_stays_in_the_swarm_and_recovers(swarm: Swarm
         assert again["version"] > stuck_at
         head = max(each["version"] for each in other.events("adapter"))
         wait_until(lambda: small.events("adapter")[-1]["version"] >= head, START_S, small)
+
+
+@pytest.mark.e2e
+def test_a_latecomer_and_a_sleeper_reach_the_head_in_one_pass(swarm: Swarm) -> None:
+    # Goal: whoever comes late takes a keyframe and the deltas since; whoever slept, the deltas it missed or a newer
+    # keyframe. Either is one event, however many versions lie between.
+    swarm.start_bootstrap()
+    trainer = swarm.start("trainer", "--steps", "100000", "--batch", "2", "--codec", "int4")
+    swarm.start("early")
+    wait_until(lambda: any(each["version"] >= 10 for each in trainer.events("step")), START_S, trainer)
+
+    late = swarm.start("late")
+    first = late.wait_for_event("adapter")
+    assert first["version"] >= 10
+    assert first["path"][0] == "keyframe"
+    assert set(first["path"][1:]) <= {"int4"}
+    assert first["bytes"] > 0
+    assert first["sources"] >= 1
+    assert first["heard_ms"] <= first["ready_ms"]
+
+    late.pause()
+    before = late.events("adapter")[-1]["version"]
+    wait_until(lambda: trainer.events("step")[-1]["version"] >= before + 10, START_S, trainer)
+    resumed_s = time.time()
+    late.resume()
+    jump = next(each for each in iter_adapters(late, resumed_s) if each["version"] > before + 5)
+    assert len(jump["path"]) >= 1
+    assert set(jump["path"][1:]) <= {"int4"}
+
+
+def iter_adapters(peer: Member, since_s: float) -> Iterator[dict[str, Any]]:
+    """The versions that it loads from this moment on, as they come."""
+    seen = 0
+    while True:
+        wait_until(lambda: len(peer.events("adapter", since_s)) > seen, START_S, peer)  # noqa: B023
+        yield peer.events("adapter", since_s)[seen]
+        seen += 1
