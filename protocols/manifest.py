@@ -102,8 +102,8 @@ class TransferSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How versions travel (DESIGN section 7). What is published is the policy, whatever was lost on the way to it."""
 
     codec: Literal["auto", "raw", "xor", "ulps", "int8", "int4"] = "auto"
-    """`raw`: every version whole. `xor`, `ulps`: lossless deltas. `int8`, `int4`: quantised deltas, the rest is carried on to
-    the next. `auto`: lossless deltas, and quantised ones when those would take longer than a step."""
+    """`raw`: every version whole. `xor`, `ulps`: lossless deltas. `int8`, `int4`: quantised deltas, the rest is carried
+    on to the next. `auto`: lossless deltas, and quantised ones when those would take longer than a step."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the published adapter. What the trainer keeps beyond bfloat16 is carried on to the next version."""
     keyframe_every: Annotated[int, Meta(ge=1, le=10_000)] = 20

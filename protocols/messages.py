@@ -147,7 +147,7 @@ class CapacityAd(Struct, frozen=True, tag="capacity", kw_only=True):
     """Measured on this machine with this model, not estimated."""
     up_bytes_per_s: Finite | None = None
     down_bytes_per_s: Finite | None = None
-    formats: tuple[Label, ...] = ("raw", "xor", "int8", "int4")
+    formats: tuple[Label, ...] = ("raw", "xor", "ulps", "int8", "int4")
     version: Version | None = None
     load: Finite | None = None
     storage: bool = True

@@ -8,9 +8,8 @@ chunk fits into the buffers of the network stack. So what counts is what askers 
 import math
 from collections import deque
 
-AHEAD_S = 0.2  # of the measured rate may be on the way: more than a round trip, so the link does not fall idle
-ON_THE_WAY_MIN = 2  # while one is acknowledged, the next is on the way
-ON_THE_WAY_START = 4  # until the rate is known
+AHEAD_S = 0.4  # of the measured rate may be on the way: more than a round trip, so the link does not fall idle
+ON_THE_WAY_MIN = 6  # of them some wait for a receiver whose downlink others fill, while ours must not fall idle
 ON_THE_WAY_MAX = 64  # 16 MiB: 0.1 s at 160 MB/s
 OVERDUE_S = 2.0  # a chunk not acknowledged for this long no longer keeps others waiting: its asker is slow, or silent
 WINDOW_S = 0.25  # the rate is the best of the last WINDOWS of these: a pause has not made the link slower
@@ -34,8 +33,6 @@ class Pacing:
         """Chunks that may be on the way."""
         now = int(now_s / WINDOW_S)
         best = max((count for window, count in self._acknowledged if window > now - WINDOWS), default=0)
-        if not best:
-            return ON_THE_WAY_START
         return min(ON_THE_WAY_MAX, max(ON_THE_WAY_MIN, math.ceil(best / WINDOW_S * AHEAD_S)))
 
     def sent(self, asker: str, index: int, now_s: float) -> None:

@@ -18,8 +18,8 @@ from protocols.envelopes import seal
 from protocols.faults import PeerFault
 from protocols.messages import (
     AdapterRef,
+    BlobOpen,
     BlobRef,
-    BlobRequest,
     CapacityAd,
     ChainRequest,
     Directive,
@@ -35,8 +35,8 @@ from protocols.messages import (
 )
 from protocols.policy import Chain
 from protocols.transfer import blob_ref
-from swarm.exchange import BLOB_PROTOCOL
 from swarm.follower import OFFENCES_MAX
+from swarm.frames import BLOB_PROTOCOL
 from swarm.node import now_ms
 from tests.hosts import free_port, until
 from tests.nodes import Nodes, Running, nodes
@@ -346,9 +346,9 @@ async def test_every_door_refuses_what_strangers_send_and_the_node_goes_on(tmp_p
         reply = await liar.node.ask(target, ChainRequest(RUN, 0))
         assert isinstance(reply, Envelopes)
         assert len(reply.envelopes) == 3
-        blob, source = await bootstrap.node.exchange.fetch(ref, [target])
-        assert source == target
-        assert blob_ref(blob) == ref
+        fetched = await bootstrap.node.exchange.fetch(ref, lambda: [target])
+        assert list(fetched.received) == [target]
+        assert blob_ref(fetched.blob) == ref
         await trainer.announce(3)
         await until(lambda: worker.version == 3)
         assert worker.node.host.refusals["handler failed"] == 0, "a bug of ours"
@@ -402,7 +402,7 @@ async def attack_gossip(rng: random.Random, liar: Running, worker: Running, trai
 async def attack_blobs(rng: random.Random, liar: Running, worker: Running) -> None:
     """Blob streams: each bent request ends its stream."""
     await liar.node.host.connect(worker.node.host.addresses[0])
-    valid = encode(BlobRequest(bytes(32), 0, 1, True))
+    valid = encode(BlobOpen(bytes(32), True, b"\0"))
     for _ in range(200):
         body = mutated(rng, valid)
         length = rng.choice([len(body), 2**31, 4096])
