@@ -193,7 +193,7 @@ async def publish_all(publisher: Node, gap_s: tuple[float, float], rng: random.R
         sealed = seal(publisher.identity.key, announcement(number, chain))
         chain.extend(sealed)
         published["announced"].append(time.monotonic())
-        await follower.publish(sealed)
+        await follower.policy.publish(sealed)
         await asyncio.sleep(rng.uniform(*gap_s))
         raw = number.to_bytes(8, "big") + rng.randbytes(len(sealed.raw) - 8)
         published["raw"].append(time.monotonic())

@@ -47,7 +47,7 @@ def run(home: Path, peers: int, steps: int, codec: str) -> list[Event]:
 
 
 def phases_of(events: list[Event], peers: int) -> list[dict[str, float]]:
-    """Seconds of each phase, a row for each version that every peer generated with; `total` until the last was ready."""
+    """Seconds of each phase, a row for each version that all peers generated with; `total` until the last was ready."""
     published = {event["version"]: event for event in events if event["event"] == "published"}
     loaded: dict[object, list[Event]] = {}
     for event in events:

@@ -101,7 +101,7 @@ class Coordinator:
         except PeerFault as fault:  # a new manifest does not name us, or this process slept before this line
             log.info("our own directive is refused: %s", fault)
             return
-        await self.follower.publish_control(sealed)
+        await self.follower.control.publish(sealed)
 
     def _look_at_ourselves(self, view: CoordinatorView) -> None:
         """What our own heartbeat would say, and the newest version that we have verified."""

@@ -529,7 +529,7 @@ class Trainer:
     async def _announce(self, sealed: Sealed[Announcement] | None) -> None:
         """Tell everybody, by gossip now and by the DHT in the background of the next step."""
         if sealed is not None:
-            await self.follower.publish(sealed)
+            await self.follower.policy.publish(sealed)
             self.follower.neighbourhood.head_changed()
 
     async def _publish_first(self) -> None:
@@ -581,7 +581,7 @@ class Trainer:
         sealed = await parts.record.sign_end(parts.chain)
         parts.chain.finish(sealed)
         self.follower.ended.set()
-        await self.follower.publish(sealed)
+        await self.follower.policy.publish(sealed)
         ended_s = time.monotonic()
         while time.monotonic() - ended_s < LINGER_S:
             await asyncio.sleep(BEAT_S / 4)

@@ -1,7 +1,7 @@
 """Signed bytes: the one door through which everything that is stored or relayed comes in.
 
     envelope = [sender: 32 bytes, payload: bytes, signature: 64 bytes]      (MessagePack array)
-    signature covers  "echo-swarm/1/<kind>" NUL payload
+    signature covers  "echo-swarm/2/<kind>" NUL payload
 
 Sign the bytes that are sent, verify the bytes that came; nothing is ever re-encoded to be checked. The
 kind is part of what is signed, so a receipt can never be read as an announcement. Order of checks:
@@ -10,7 +10,7 @@ size, shape of the envelope, signature, shape of the content. Only PeerFault com
 
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeGuard, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -47,6 +47,7 @@ KINDS: dict[type[Struct], tuple[str, int]] = {
 }
 
 M = TypeVar("M", bound=Struct)
+N = TypeVar("N", bound=Struct)
 
 
 class _Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -99,6 +100,22 @@ def unseal(raw: bytes, kind: type[M]) -> Sealed[M]:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerFault("malformed envelope", f"{name}: {str(error)[:200]}") from error
     return Sealed(peer_id_of(envelope.sender), message, raw, envelope.payload)
+
+
+def unseal_either(raw: bytes, first: type[M], second: type[N]) -> Sealed[M] | Sealed[N]:
+    """As `unseal`, where two kinds are expected; the fault of one that is neither says what is wrong as the first."""
+    try:
+        return unseal(raw, first)
+    except PeerFault as fault:
+        try:
+            return unseal(raw, second)
+        except PeerFault:
+            raise fault from None
+
+
+def is_of(sealed: Sealed[Any], kind: type[M]) -> TypeGuard[Sealed[M]]:
+    """Whether it is a message of this kind."""
+    return isinstance(sealed.message, kind)
 
 
 def content_hash(sealed: Sealed[M]) -> bytes:

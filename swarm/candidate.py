@@ -191,7 +191,7 @@ class Candidate:
             log.info("lease not stored: %s", fault)
             return False
         if stored:  # what the DHT does not hold must not be believed either
-            await self.follower.publish_control(sealed)
+            await self.follower.control.publish(sealed)
         return stored
 
     async def _read_often(self, config: ElectionConfig) -> None:

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from protocols.coordination import Grant, status_of
 from protocols.directory import DirectoryRules, RecordKey, RecordKind, check_manifest
-from protocols.envelopes import Sealed, unseal
+from protocols.envelopes import Sealed, is_of, unseal, unseal_either
 from protocols.faults import PeerFault, TransportFault
 from protocols.identity import short
 from protocols.manifest import Manifest
@@ -45,6 +45,7 @@ from protocols.orders import Orders
 from protocols.policy import Chain, Equivocation, Extended, Gap
 from protocols.presence import BEAT_S, IDENTITIES_MAX
 from swarm.candidate import Candidate
+from swarm.gossip import Topic
 from swarm.heartbeats import Heartbeats
 from swarm.neighbourhood import Neighbourhood
 from swarm.storage import PeerStore
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHAIN_STORE_S = 0.5  # behind the news; one transaction for all of a page or a burst
-INBOX_MAX = 256  # gossip messages waiting to be verified; at 0.1 ms each a burst of 256 is over in 26 ms
 CATCH_UP_S = 10.0  # with one source, then whoever brings news next has a turn: one that drips must not hold us back
 CHAIN_PAGE_BYTES = UNARY_BYTES_MAX // 2  # of an answer; leaves room for what frames it
 STATUS_BYTES_MAX = UNARY_BYTES_MAX - 4096  # of its rows; the rest is for the run's own fields
@@ -83,7 +83,6 @@ class Follower:
         self.changed = asyncio.Condition()
         """Notified when the chain, the trainer's progress or the end of the run becomes known."""
         self.refusals: Counter[str] = Counter()
-        self.gossip_bytes = 0
         self.started_s = time.monotonic()
         self.progress: Callable[[], Progress] = lambda: (None, None)
         self.wanted: Callable[[], int | None] = lambda: None
@@ -98,8 +97,10 @@ class Follower:
         self.heartbeats = Heartbeats(self)
         self.neighbourhood = Neighbourhood(self)
         self.candidate = Candidate(self)
-        self._inbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(INBOX_MAX)
-        self._control_inbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(INBOX_MAX)
+        self.policy = Topic(self, f"echo/1/{self.run}/policy", self.take)
+        """Announcements and the end of the run."""
+        self.control = Topic(self, f"echo/1/{self.run}/control", self._take_control)
+        """Leases and directives."""
         self._offences: Counter[str] = Counter()
         self._catching_up = asyncio.Lock()
         self._led_by: tuple[str | None, int] = (None, 0)
@@ -108,14 +109,9 @@ class Follower:
         self._kept_manifest: Sealed[Manifest] | None = None
 
     @property
-    def policy_topic(self) -> str:
-        """Announcements and the end of the run."""
-        return f"echo/1/{self.run}/policy"
-
-    @property
-    def control_topic(self) -> str:
-        """Leases and directives."""
-        return f"echo/1/{self.run}/control"
+    def gossip_bytes(self) -> int:
+        """Published and heard."""
+        return self.policy.bytes + self.control.bytes
 
     @property
     def manifest(self) -> Manifest:
@@ -126,8 +122,8 @@ class Follower:
     def loops(self) -> dict[str, Loop]:
         """What keeps this peer up to date."""
         loops: dict[str, Loop] = {
-            f"gossip {self.run}": self._hear_gossip,
-            f"control {self.run}": self._hear_control,
+            f"gossip {self.run}": self.policy.hear,
+            f"control {self.run}": self.control.hear,
             f"heartbeats {self.run}": self.heartbeats.run,
             f"leader {self.run}": self._watch_leader,
             f"directory {self.run}": self.neighbourhood.keep_records,
@@ -247,15 +243,11 @@ class Follower:
 
     async def take(self, raw: bytes, source: str) -> bool:
         """One envelope of the policy topic, wherever it came from. True if it was news. Raises PeerFault."""
-        try:
-            announcement = unseal(raw, Announcement)
-        except PeerFault as fault:
-            try:
-                end = unseal(raw, RunEnd)
-            except PeerFault:
-                raise fault from None  # neither: say what is wrong with it as an announcement
-            return await self._take_end(end, source)
-        return await self._take_announcement(announcement, source)
+        sealed = unseal_either(raw, Announcement, RunEnd)
+        if is_of(sealed, Announcement):
+            return await self._take_announcement(sealed, source)
+        assert is_of(sealed, RunEnd)
+        return await self._take_end(sealed, source)
 
     async def _take_announcement(self, sealed: Sealed[Announcement], source: str) -> bool:
         if self.chain is None:
@@ -370,69 +362,15 @@ class Follower:
 
     # ------------------------------------------------------------------ gossip
 
-    async def publish(self, sealed: Sealed[Announcement] | Sealed[RunEnd]) -> None:
-        """Tell everybody at once. Not to be relied on."""
-        await self._publish(self.policy_topic, sealed.raw)
-
-    async def publish_control(self, sealed: Sealed[Lease] | Sealed[Directive]) -> None:
-        """A candidate's lease or the coordinator's directive, likewise."""
-        await self._publish(self.control_topic, sealed.raw)
-
-    async def _publish(self, topic: str, raw: bytes) -> None:
-        try:
-            await self.node.host.publish(topic, raw)
-            self.gossip_bytes += len(raw)
-        except TransportFault as fault:
-            log.warning("gossip failed: %s", fault)
-
-    async def _hear_gossip(self) -> None:
-        await self.node.host.subscribe(self.policy_topic, self._enqueue)
-        while True:
-            sender, raw = await self._inbox.get()
-            try:
-                await self.take(raw, sender)
-            except PeerFault as fault:
-                await self.offence(sender, fault)
-
-    async def _hear_control(self) -> None:
-        await self.node.host.subscribe(self.control_topic, self._enqueue_control)
-        while True:
-            sender, raw = await self._control_inbox.get()
-            try:
-                await self._take_control(raw)
-            except PeerFault as fault:
-                await self.offence(sender, fault)
-
-    def _enqueue(self, sender: str, raw: bytes) -> None:
-        self._put_in(self._inbox, sender, raw)
-
-    def _enqueue_control(self, sender: str, raw: bytes) -> None:
-        self._put_in(self._control_inbox, sender, raw)
-
-    def _put_in(self, inbox: "asyncio.Queue[tuple[str, bytes]]", sender: str, raw: bytes) -> None:
-        self.gossip_bytes += len(raw)
-        if self.ignores(sender):
-            self.refusals["ignored sender"] += 1
-            return
-        if inbox.full():
-            inbox.get_nowait()  # the oldest: the latest word wins
-            self.refusals["inbox full"] += 1
-        inbox.put_nowait((sender, raw))
-
-    async def _take_control(self, raw: bytes) -> None:
+    async def _take_control(self, raw: bytes, _: str) -> None:
         """A lease or a directive. Raises PeerFault."""
         if self.rules.manifest is None:
             return
-        try:
-            directive = unseal(raw, Directive)
-        except PeerFault as fault:
-            try:
-                lease = unseal(raw, Lease)
-            except PeerFault:
-                raise fault from None  # neither: say what is wrong with it as a directive
-            self.candidate.heard(lease)
-            return
-        await self.take_directive(directive)
+        sealed = unseal_either(raw, Directive, Lease)
+        if is_of(sealed, Directive):
+            await self.take_directive(sealed)
+        elif is_of(sealed, Lease):
+            self.candidate.heard(sealed)
 
     async def take_directive(self, sealed: Sealed[Directive]) -> None:
         """Obey it if it is above what we obey. Raises PeerFault for one that nobody may send."""

@@ -98,7 +98,7 @@ class Running:
         changes = {} if adapter is None else {"adapter": adapter}
         sealed = announcement(version, chain.head_hash, **changes)
         chain.extend(sealed)
-        await self.follower.publish(sealed)
+        await self.follower.policy.publish(sealed)
         self.follower.neighbourhood.head_changed()
         return sealed
 

@@ -37,9 +37,18 @@ from protocols.directory import DirectoryRules, RecordKey, RecordKind
 from protocols.envelopes import seal
 from protocols.faults import PeerFault, TransportFault
 from protocols.manifest import EnvironmentSpec, Manifest, ModelSpec
-from protocols.messages import Announcement, BlobReply, CapacityAd, Heartbeat, PushRollouts, RolloutBatch, encode
+from protocols.messages import (
+    Announcement,
+    BlobOffer,
+    CapacityAd,
+    ChunkHead,
+    Heartbeat,
+    PushRollouts,
+    RolloutBatch,
+    encode,
+)
 from swarm.directory import Directory
-from swarm.exchange import BLOB_PROTOCOL
+from swarm.frames import BLOB_PROTOCOL, frame
 from swarm.host import Host, HostConfig
 from swarm.identity import load_identity
 from swarm.node import Node, NodeConfig, now_ms
@@ -580,9 +589,9 @@ class Mallory:
         (size,) = struct.unpack("<I", await reader.readexactly(4))
         await reader.readexactly(size)
         payload = self.payloads[self.way % len(self.payloads)]
-        reply = encode(BlobReply(True, len(payload), hashlib.sha256(payload).digest()))
         if self.way < 2:
-            writer.write(struct.pack("<I", len(reply)) + reply + payload)
+            offer = BlobOffer(True, hashlib.sha256(payload).digest(), b"\x01")
+            writer.write(frame(offer) + frame(ChunkHead(0)) + payload)
         else:
             writer.write(struct.pack("<I", len(payload)) + payload)
         self.downloads += 1

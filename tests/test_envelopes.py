@@ -22,14 +22,14 @@ from protocols.messages import (
     Receipt,
     RolloutBatch,
     RunEnd,
-    decode_blob_reply,
-    decode_blob_request,
+    decode_blob_asker,
+    decode_blob_holder,
     decode_reply,
     decode_request,
 )
 from tests.samples import RUN, STRANGER, STRANGER_ID, TRAINER, announcement, envelope_of, group, manifest
 
-DECODERS = (decode_request, decode_reply, decode_blob_request, decode_blob_reply)
+DECODERS = (decode_request, decode_reply, decode_blob_asker, decode_blob_holder)
 MESSAGES: dict[type[Struct], Struct] = {
     Manifest: manifest(),
     Announcement: announcement(3).message,

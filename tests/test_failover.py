@@ -226,7 +226,7 @@ async def test_b46_a_coordinator_that_slept_steps_down_first_and_its_orders_chan
     old = await asyncio.to_thread(endless.wait_for_leader)
     async with stranger(endless) as node:
         heard: list[tuple[float, Sealed[Directive]]] = []
-        topic = node.followers[RUN].control_topic
+        topic = node.followers[RUN].control.name
         await node.host.subscribe(topic, lambda _, raw: heard.extend(as_directive(raw)))
         await asyncio.to_thread(wait_until, lambda: heard, 30)
         await asyncio.to_thread(old.leader.pause)

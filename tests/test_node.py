@@ -104,7 +104,7 @@ async def test_a_peer_that_hears_no_gossip_ends_in_the_same_state(
     async with nodes(tmp_path) as swarm:
         _, trainer, address = await small_swarm(swarm, 1)
         worker = await swarm.worker("deaf", (address,))
-        monkeypatch.setattr(worker.follower, "_enqueue", lambda sender, raw: None)
+        monkeypatch.setattr(worker.follower.policy, "enqueue", lambda sender, raw: None)
         worker.run()
         for version in range(1, 4):
             await trainer.announce(version)
@@ -202,7 +202,7 @@ async def test_b45_another_v0_after_v9_changes_nothing_and_is_evidence(tmp_path:
         other = announcement(0, adapter=OTHER_ADAPTER).raw
         async with asyncio.timeout(10.0):
             while worker.follower.refusals["equivocating trainer"] == 0:  # heard once more after it was proven
-                await trainer.node.host.publish(trainer.follower.policy_topic, other)
+                await trainer.node.host.publish(trainer.follower.policy.name, other)
                 await asyncio.sleep(0.2)
         assert chain_of(worker).entries == before
         assert worker.codes().count("equivocation") == 1
@@ -266,7 +266,7 @@ async def test_b101_nothing_is_believed_in_another_peers_name(tmp_path: Path) ->
         for raw, reason in ((own.raw, "not a trainer"), (stolen, "bad signature")):
             async with asyncio.timeout(10.0):
                 while not all(each.follower.refusals[reason] for each in everybody):
-                    await liar.node.host.publish(liar.follower.policy_topic, raw)
+                    await liar.node.host.publish(liar.follower.policy.name, raw)
                     await asyncio.sleep(0.3)
         assert [each.version for each in everybody] == [1, 1, 1]
 
@@ -383,7 +383,7 @@ async def attack_gossip(rng: random.Random, liar: Running, worker: Running, trai
     replayed, foreign = chain_of(trainer).entries[0].raw, announcement(0, run=OTHER_RUN).raw
     heard = worker.follower.refusals
     before = heard.total()
-    topic = worker.follower.policy_topic
+    topic = worker.follower.policy.name
     for number in range(200):
         raw = [replayed, foreign, mutated(rng, replayed), forge_signature(replayed)][number % 4]
         await liar.node.host.publish(topic, raw)
@@ -427,8 +427,8 @@ async def test_words_that_a_cut_cable_held_back_are_no_offence(tmp_path: Path) -
         directive = Directive(run=RUN, term=1, number=1, mode="async", min_version=0, issued_ms=held_back_ms)
         async with asyncio.timeout(20.0):
             while min(heard["bad expiry"], heard["old directive"]) < 2 * OFFENCES_MAX:
-                await trainer.follower.publish_control(seal(TRAINER, lease))
-                await trainer.follower.publish_control(seal(TRAINER, directive))
+                await trainer.follower.control.publish(seal(TRAINER, lease))
+                await trainer.follower.control.publish(seal(TRAINER, directive))
                 await asyncio.sleep(0.01)
         assert not bootstrap.follower.ignores(TRAINER_ID)
         assert "peer ignored" not in bootstrap.codes()
@@ -457,7 +457,7 @@ async def test_nonsense_from_a_peer_with_another_kind_of_key_does_not_end_the_no
         worker = await swarm.worker("worker", (address,))
         worker.run()
         for _ in range(9):
-            worker.follower._enqueue(rsa, b"nonsense")
+            worker.follower.policy.enqueue(rsa, b"nonsense")
         worker.follower.neighbourhood.heard_of(rsa, 1000)  # it also claims to hold what nobody has
         await worker.follower.catch_up(rsa)
         await until(lambda: worker.follower.ignores(rsa))

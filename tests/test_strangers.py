@@ -318,7 +318,7 @@ async def test_b48_a_candidate_that_our_manifest_does_not_name_is_not_obeyed_and
         follower = bootstrap.follower
         for number in range(2 * OFFENCES_MAX):
             until_ms = now_ms() + number
-            follower._enqueue_control(STRANGER_ID, seal(STRANGER, Lease(RUN, number, "claimed", until_ms)).raw)
+            follower.control.enqueue(STRANGER_ID, seal(STRANGER, Lease(RUN, number, "claimed", until_ms)).raw)
         await until(lambda: follower.refusals["not eligible"] == 2 * OFFENCES_MAX)
         assert not follower.ignores(STRANGER_ID)
         assert follower.orders is not None
