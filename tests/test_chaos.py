@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,35 @@ SOON_S = 1.0  # instead of FAILED_S, where a source that failed is to be used ag
 seeds = itertools.count(1)
 
 
+class Processes:
+    """All of a module; killed behind it, as good order takes seconds."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.all: list[BlobPeer] = []
+
+    async def start(self, folder: Path, inside: Sequence[str] = (), address: str = "127.0.0.1") -> BlobPeer:
+        peer = await self.stack.enter_async_context(blob_peer(folder, inside, address))
+        self.all.append(peer)
+        return peer
+
+
+@asynccontextmanager
+async def processes() -> AsyncIterator[Processes]:
+    async with AsyncExitStack() as stack:
+        running = Processes(stack)
+        try:
+            yield running
+        finally:
+            await asyncio.gather(*(peer.kill() for peer in running.all if peer.process.returncode is None))
+
+
 class Peers:
     """Processes that go from test to test. Those that died are replaced."""
 
-    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, folder: Path, processes: Processes) -> None:
         self.folder = folder
-        self.stack = stack
+        self.processes = processes
         self.running: list[BlobPeer] = []
         self.started = 0
 
@@ -47,7 +70,7 @@ class Peers:
         running = [peer for peer in self.running if peer.process.returncode is None]
         missing = range(self.started, self.started + count - len(running))
         self.started += len(missing)
-        started = await asyncio.gather(*(self._start(self.folder / f"{number}") for number in missing))
+        started = await asyncio.gather(*(self.processes.start(self.folder / f"{number}") for number in missing))
         self.running = running + started
         for number, peer in enumerate(self.running):
             await link(peer, self.running[:number])
@@ -56,20 +79,17 @@ class Peers:
 
     async def again(self, ended: BlobPeer) -> BlobPeer:
         """Start one again on its folder, linked with those that run."""
-        peer = await self._start(ended.folder)
+        peer = await self.processes.start(ended.folder)
         self.running = [each for each in self.running if each is not ended]
         await link(peer, self.running)
         self.running.append(peer)
         return peer
 
-    async def _start(self, folder: Path) -> BlobPeer:
-        return await self.stack.enter_async_context(blob_peer(folder))
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def peers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Peers]:
-    async with AsyncExitStack() as stack:
-        yield Peers(tmp_path_factory.mktemp("peers"), stack)
+    async with processes() as running:
+        yield Peers(tmp_path_factory.mktemp("peers"), running)
 
 
 async def link(peer: BlobPeer, others: Sequence[BlobPeer]) -> None:
@@ -175,7 +195,7 @@ async def test_b26_the_trainer_is_killed_once_a_copy_is_out(peers: Peers) -> Non
 async def test_b27_a_source_fails_half_way_and_the_other_one_finishes(peers: Peers, fault: str) -> None:
     # Goal: nothing waits for it for long, nothing that was verified comes again; once it is well it is used again.
     asker, bad, good = await peers.get(3, failed_s=SOON_S)
-    blob = await hold(16 * MIB, bad, good, mib_per_s=4)
+    blob = await hold(8 * MIB, bad, good, mib_per_s=4)
     fetching = asyncio.create_task(fetch(asker, blob, bad, good))
     await blob.share_arrived(asker, 0.5)
     match fault:
@@ -196,7 +216,7 @@ async def test_b27_a_source_fails_half_way_and_the_other_one_finishes(peers: Pee
         return
 
     bad.resume()
-    blob = await hold(16 * MIB, bad, good, mib_per_s=4)  # from one of them it takes longer than SOON_S
+    blob = await hold(8 * MIB, bad, good, mib_per_s=4)  # from one of them it takes longer than SOON_S
     async with asyncio.timeout(DONE_S):
         answer = await fetch(asker, blob, bad, good)
     assert blob.is_at(asker)
@@ -301,10 +321,10 @@ class Country:
 async def country(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Country]:
     folder = tmp_path_factory.mktemp("country")
     with network() as net:
-        async with AsyncExitStack() as stack:
+        async with processes() as running:
             machines = [net.machine(side) for side in "aab"]
-            made = [blob_peer(folder / each.name, each.inside, each.address) for each in machines]
-            asker, near, far = await asyncio.gather(*map(stack.enter_async_context, made))
+            starting = (running.start(folder / each.name, each.inside, each.address) for each in machines)
+            asker, near, far = await asyncio.gather(*starting)
             await link(asker, [near, far])
             yield Country(net, asker, near, far, machines[2])
 
