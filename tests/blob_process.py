@@ -205,13 +205,18 @@ class BlobPeer:
     folder: Path
     peer_id: str
     address: str
+    busy: bool = False
+    """With an order."""
 
     async def do(self, **order: object) -> Answer:
         """One order, and its answer. AssertionError when it ended instead."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        assert not self.busy, "the peer is at an earlier order"
+        self.busy = True
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         answer = json.loads(await self.process.stdout.readline() or b"null")
+        self.busy = False
         assert answer is not None, "the peer has ended"
         assert isinstance(answer, dict)
         return answer
