@@ -16,10 +16,12 @@ Sets of chunks are integers, a bit a chunk: the set algebra of 6,144 chunks then
 """
 
 import hashlib
+import heapq
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from protocols.adapters import ADAPTER_BYTES_MAX
 from protocols.faults import LocalFault, PeerFault
@@ -30,14 +32,15 @@ HASH_BYTES = 32
 _DOMAIN = b"echo-swarm/1/blob\0"
 
 IN_FLIGHT_MIN = 2  # at one source: while one chunk arrives, the next is asked for
-IN_FLIGHT_MAX = 16  # 4 MiB: what 0.1 s holds at 40 MB/s; beyond that loopback is no faster
-PIPELINE_S = 0.1  # asks in flight cover a round trip of this
+IN_FLIGHT_MAX = 16  # 4 MiB: a round trip of 0.16 s at 200 Mbit/s; beyond that loopback is no faster
+PIPELINE_S = 0.1  # that asks in flight cover besides a round trip: until the holder offers more, and jitter
 IN_FLIGHT_TOTAL_MIN = 8  # before the rate is known, and on slow links: 16 s at 1 Mbit/s
 IN_FLIGHT_TOTAL_S = 2.0  # of the measured rate: what is asked for is bound to a source, so not too far ahead
 LATE_MIN_S = 1.0  # before a chunk is asked for at a second source
 LATE_FACTOR = 3.0  # of the usual time from ask to arrival
 LATE_UNKNOWN_S = 3.0  # while no chunk has arrived yet
 STALL_S = 5.0  # no byte for this long from whoever was asked is a stall (FIELD: Parallax, Psyche)
+WAIT_S = 20.0  # signs of life, but nothing of a chunk: its turn would have come; a liar may repeat them for ever
 SLOW_S = 60.0  # for one chunk, whatever drips: 4 KB/s, slower than any link worth waiting for
 GAIN = 0.2  # of the running means: about five chunks
 
@@ -45,6 +48,8 @@ SEEDED_MIN = 2  # chunks an asker is offered and has not taken: one arrives, one
 SEEDED_MAX = 64  # 16 MiB: more than a fast link empties in a round trip
 SPREAD_CHUNKS = 4.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
 PROMISE_S = 2.0  # an offer not taken for this long no longer keeps a chunk from others
+TURN_S = 10.0  # the same for one that was asked for and waits for its turn: 24 askers' chunks at 20 Mbit/s
+SPARED_CHUNKS_MIN = 4  # blobs of fewer are not worth the wait: 1 MiB a peer
 
 
 def num_chunks(size: int) -> int:
@@ -189,29 +194,53 @@ class _Source:
     sparing: bool
     asked: dict[int, float] = field(default_factory=dict)
     """Chunks in flight, and when each was asked for; oldest first."""
+    flying: int = 0
+    """The same as a set."""
     last_s: float = -math.inf
     """When it last sent a chunk."""
     heard_s: float = -math.inf
     """When it last sent a byte."""
+    moved_s: float = -math.inf
+    """When it last sent a byte of a chunk."""
     chunk_s: float | None = None
     """Running mean of the time it takes for one."""
+    trip_s: float = math.inf
+    """Least time from an ask to the arrival."""
 
     @property
     def window(self) -> int:
+        """Asks that cover a round trip. As long as more of them bring more, chunk_s falls, and the window grows."""
         if self.chunk_s is None:
             return IN_FLIGHT_MIN
-        return min(IN_FLIGHT_MAX, max(IN_FLIGHT_MIN, 1 + math.ceil(PIPELINE_S / max(self.chunk_s, 1e-6))))
+        covered_s = self.trip_s + PIPELINE_S
+        return min(IN_FLIGHT_MAX, max(IN_FLIGHT_MIN, 1 + math.ceil(covered_s / max(self.chunk_s, 1e-6))))
 
-    def late(self, now_s: float, late_s: float) -> bool:
-        """Something that it was asked for is overdue."""
-        return any(now_s - asked_s > late_s for asked_s in self.asked.values())
+    def ask(self, index: int, now_s: float) -> None:
+        """It is asked for a chunk."""
+        self.asked[index] = now_s
+        self.flying |= 1 << index
+
+    def arrived(self, index: int, now_s: float) -> float | None:
+        """It sent a chunk: seconds since it was asked, None if it was not."""
+        asked_s = self.asked.pop(index, None)
+        if asked_s is None:
+            return None
+        self.flying ^= 1 << index
+        self.chunk_s = _mean(self.chunk_s, now_s - max(asked_s, self.last_s))
+        self.trip_s = min(self.trip_s, now_s - asked_s)
+        self.last_s = now_s
+        return now_s - asked_s
+
+    def late(self, before_s: float) -> int:
+        """Chunks that it was asked for before then."""
+        return _set(takewhile(lambda index: self.asked[index] < before_s, self.asked))
 
     def failing(self, now_s: float) -> str | None:
         """Why it is to be left, if it is."""
         if not self.asked:
             return None
         oldest_s = next(iter(self.asked.values()))
-        if now_s - max(oldest_s, self.heard_s) > STALL_S:
+        if now_s - max(oldest_s, self.heard_s) > STALL_S or now_s - max(oldest_s, self.moved_s) > WAIT_S:
             return "stalled"
         return "slow" if now_s - max(oldest_s, self.last_s) > SLOW_S else None
 
@@ -243,11 +272,13 @@ class Schedule:
         known = self._sources.get(source)
         return known is not None and index in known.asked
 
-    def heard(self, source: str, now_s: float) -> None:
+    def heard(self, source: str, of_chunk: bool, now_s: float) -> None:
         """A byte came from a source."""
         known = self._sources.get(source)
         if known is not None:
             known.heard_s = now_s
+            if of_chunk:
+                known.moved_s = now_s
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take what happened; what to do about it. A source that is to be left is forgotten already."""
@@ -268,10 +299,8 @@ class Schedule:
 
     def _arrived(self, name: str, index: int, now_s: float) -> list[Action]:
         source = self._sources.get(name)
-        if source is not None and (asked_s := source.asked.pop(index, None)) is not None:
-            source.chunk_s = _mean(source.chunk_s, now_s - max(asked_s, source.last_s))
-            source.last_s = now_s
-            self._usual_s = _mean(self._usual_s, now_s - asked_s)
+        if source is not None and (took_s := source.arrived(index, now_s)) is not None:
+            self._usual_s = _mean(self._usual_s, took_s)
         self.have |= 1 << index
         overtaken = [each for each, other in self._sources.items() if index in other.asked]
         return [self._leave(each, "overtaken") for each in overtaken]
@@ -283,53 +312,57 @@ class Schedule:
     def _asks(self, now_s: float) -> list[Action]:
         """As many as may be in flight, those with the least to do first."""
         asks: list[Action] = []
-        late_s = LATE_UNKNOWN_S if self._usual_s is None else max(LATE_MIN_S, LATE_FACTOR * self._usual_s)
-        room = self._total() - sum(len(source.asked) for source in self._sources.values())
-        while room > 0:
-            ready = [each for each in self._sources.items() if len(each[1].asked) < each[1].window]
-            ready.sort(key=lambda each: (each[1].sparing, len(each[1].asked)))
-            for name, source in ready:
-                index = self._next(source, now_s, late_s)
-                if index is not None:
-                    source.asked[index] = now_s
-                    asks.append(Ask(name, index))
-                    break
-            else:
-                break
-            room -= 1
+        before_s = now_s - (LATE_UNKNOWN_S if self._usual_s is None else max(LATE_MIN_S, LATE_FACTOR * self._usual_s))
+        late = {name: source.late(before_s).bit_count() for name, source in self._sources.items()}
+        in_flight = sum(len(source.asked) for source in self._sources.values())
+        room = self._total() - in_flight + sum(late.values())  # who is late keeps nothing from the others
+        ready = {
+            name: source
+            for name, source in self._sources.items()
+            if len(source.asked) < source.window and not late[name]
+        }
+        while room > 0 and ready:
+            name = min(ready, key=lambda each: (ready[each].sparing, len(ready[each].asked)))
+            source = ready[name]
+            index = self._next(source, before_s)
+            if index is not None:
+                source.ask(index, now_s)
+                asks.append(Ask(name, index))
+                room -= 1
+            if index is None or len(source.asked) >= source.window:
+                del ready[name]
         return asks
 
     def _total(self) -> int:
         rate = sum(1 / max(source.chunk_s, 1e-6) for source in self._sources.values() if source.chunk_s is not None)
         return max(IN_FLIGHT_TOTAL_MIN, math.ceil(rate * IN_FLIGHT_TOTAL_S))
 
-    def _next(self, source: _Source, now_s: float, late_s: float) -> int | None:
-        """The rarest chunk to ask this source for; failing that, one that is late elsewhere."""
-        flying = _union(_set(each.asked) for each in self._sources.values())
-        wanted = source.offered & ~self.have & ~flying
+    def _next(self, source: _Source, before_s: float) -> int | None:
+        """The rarest chunk to ask this source for; failing that, one that others were asked for only before then."""
+        missing = source.offered & ~self.have
+        wanted = missing & ~_union(each.flying for each in self._sources.values())
         others = [each for each in self._sources.values() if each is not source]
-        if source.sparing:
-            able = [each for each in others if not each.sparing and not each.late(now_s, late_s)]
+        if source.sparing and wanted:
+            able = (each for each in others if not each.sparing and not each.late(before_s))
             wanted &= ~_union(each.offered for each in able)
         if wanted:
-            return self._rarest(wanted)
-        late: dict[int, int] = {}
-        for each in others:
-            for index, asked_s in each.asked.items():
-                late[index] = late.get(index, 0) + (1 if now_s - asked_s > late_s else 2)
-        once = [index for index, weight in late.items() if weight == 1]  # asked of one source, and late there
-        takes = source.offered & ~self.have & ~_set(source.asked)
-        return next((index for index in once if takes >> index & 1), None)
+            return _by_lot(self._rarest(wanted), self._rng)
+        late = missing & ~source.flying & _union(each.late(before_s) for each in others)
+        late &= ~_union(each.flying & ~each.late(before_s) for each in others)
+        return _by_lot(late, self._rng) if late else None
 
     def _rarest(self, wanted: int) -> int:
-        """One of the chunks that the fewest sources offer, by lot."""
-        at_least = [wanted]  # at_least[n]: offered by n sources or more
+        """Those that the fewest sources offer."""
+        planes: list[int] = []  # planes[k]: the chunks where bit k of the number of their sources is set
         for source in self._sources.values():
-            at_least.append(0)
-            for n in range(len(at_least) - 1, 0, -1):
-                at_least[n] |= at_least[n - 1] & source.offered
-        rarest = next(chunks for n in range(len(at_least)) if (chunks := at_least[n] & ~_at(at_least, n + 1)))
-        return _by_lot(rarest, self._rng)
+            carry = source.offered & wanted
+            for k, plane in enumerate(planes):
+                planes[k], carry = plane ^ carry, plane & carry
+            if carry:
+                planes.append(carry)
+        for plane in reversed(planes):
+            wanted = wanted & ~plane or wanted
+        return wanted
 
 
 # ---------------------------------------------------------------------- the holder
@@ -339,24 +372,29 @@ class Schedule:
 class _Asker:
     has: int
     offered: int = 0
-    promised: dict[int, float] = field(default_factory=dict)
-    """Offered and not taken, and since when."""
+    promised: int = 0
+    """Offered and not taken."""
+    asked: int = 0
+    """Asked for."""
     taken: int = 0
-    """Chunks sent to it."""
+    """How many chunks were sent to it."""
+    idle: bool = False
+    """It let a promise run out: what it is offered is kept from nobody."""
 
 
 class Seeding:
     """The offers of a holder that spares its uplink, for one blob. Offers to an asker only grow."""
 
     def __init__(self, count: int, rng: random.Random) -> None:
-        self._count = count
-        self._all = (1 << count) - 1
         self._rng = rng
         self._askers: dict[str, _Asker] = {}
-        self._times = [0] * count
-        """How often each chunk was sent."""
-        self._spread_at_s = [-math.inf] * count
-        """Until when a chunk that was sent is left to the askers to spread."""
+        self._sent = [(1 << count) - 1]
+        """[n]: the chunks that were sent n times."""
+        self._resting = 0
+        """Chunks that are offered to nobody else for now: they are promised, or have just been sent and spread."""
+        self._until_s: dict[int, float] = {}
+        self._wakes: list[tuple[float, int]] = []
+        """A heap of when which chunk may be offered again; what _until_s says holds."""
 
     def joined(self, asker: str, has: int) -> None:
         """An asker came, and has these chunks."""
@@ -364,47 +402,70 @@ class Seeding:
 
     def left(self, asker: str) -> None:
         """It went; what it was promised is free for others."""
-        self._askers.pop(asker, None)
+        known = self._askers.pop(asker, None)
+        if known is not None:
+            self._resting &= ~known.promised
 
     def has(self, asker: str, chunks: int) -> None:
         """It has these chunks by now, from whomever."""
         known = self._askers[asker]
         known.has |= chunks
-        for index in [index for index in known.promised if known.has >> index & 1]:
-            del known.promised[index]
+        self._resting &= ~(known.promised & chunks)
+        known.promised &= ~chunks
+
+    def asked(self, asker: str, index: int, now_s: float) -> None:
+        """It asked for a chunk, which now waits for its turn."""
+        known = self._askers[asker]
+        known.asked |= 1 << index
+        if not known.idle:
+            self._rest(index, now_s + TURN_S)
 
     def sent(self, asker: str, index: int, took_s: float, now_s: float) -> None:
         """A chunk went out to it, and took so long."""
-        self._times[index] += 1
-        self._spread_at_s[index] = now_s + SPREAD_CHUNKS * took_s
+        chunk = 1 << index
+        times = next(times for times, chunks in enumerate(self._sent) if chunks & chunk)
+        if times + 1 == len(self._sent):
+            self._sent.append(0)
+        self._sent[times] ^= chunk
+        self._sent[times + 1] |= chunk
+        self._rest(index, now_s + SPREAD_CHUNKS * took_s)
         known = self._askers.get(asker)
         if known is not None:
             known.taken += 1
-            known.promised.pop(index, None)
+            known.promised &= ~chunk
 
     def offer(self, asker: str, now_s: float) -> int:
         """What it may ask for now."""
+        self._wake(now_s)
         known = self._askers[asker]
-        fresh = sum(now_s - since_s < PROMISE_S for since_s in known.promised.values())
-        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken) - fresh
-        while missing > 0 and (index := self._next(known, now_s)) is not None:
+        known.idle |= bool(known.promised & ~known.asked & ~self._resting)
+        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken) - (known.promised & self._resting).bit_count()
+        while missing > 0 and (free := self._least_sent(~(known.offered | known.has | self._resting))):
+            index = _by_lot(free, self._rng)
             known.offered |= 1 << index
-            known.promised[index] = now_s
             missing -= 1
+            if not known.idle:
+                known.promised |= 1 << index
+                self._rest(index, now_s + PROMISE_S)
         return known.offered
 
-    def _next(self, asker: _Asker, now_s: float) -> int | None:
-        """The chunk that was sent least, of those that are nobody else's and had time to spread."""
-        promised = _union(
-            _set(index for index, since_s in each.promised.items() if now_s - since_s < PROMISE_S)
-            for each in self._askers.values()
-        )
-        free = self._all & ~asker.offered & ~asker.has & ~promised
-        ready = [index for index in indexes(free) if self._spread_at_s[index] <= now_s]
-        if not ready:
-            return None
-        least = min(self._times[index] for index in ready)
-        return self._rng.choice([index for index in ready if self._times[index] == least])
+    def wakes_s(self) -> float:
+        """When time alone may let an asker be offered more."""
+        return self._wakes[0][0] if self._wakes else math.inf
+
+    def _least_sent(self, among: int) -> int:
+        return next((chunks & among for chunks in self._sent if chunks & among), 0)
+
+    def _rest(self, index: int, until_s: float) -> None:
+        self._resting |= 1 << index
+        self._until_s[index] = until_s
+        heapq.heappush(self._wakes, (until_s, index))
+
+    def _wake(self, now_s: float) -> None:
+        while self._wakes and self._wakes[0][0] <= now_s:
+            _, index = heapq.heappop(self._wakes)
+            if self._until_s[index] <= now_s:
+                self._resting &= ~(1 << index)
 
 
 def _union(sets: Iterator[int]) -> int:
@@ -414,15 +475,11 @@ def _union(sets: Iterator[int]) -> int:
     return union
 
 
-def _set(members: "Iterator[int] | dict[int, float]") -> int:
+def _set(members: Iterator[int]) -> int:
     chunks = 0
     for index in members:
         chunks |= 1 << index
     return chunks
-
-
-def _at(sets: list[int], n: int) -> int:
-    return sets[n] if n < len(sets) else 0
 
 
 def _by_lot(chunks: int, rng: random.Random) -> int:

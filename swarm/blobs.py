@@ -85,9 +85,9 @@ class Part:
 
     def close(self) -> None:
         """Put it away for later. Closing again changes nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def discard(self) -> None:
         """Give its room back."""
@@ -130,7 +130,6 @@ class BlobStore:
         part.sync()
         path = self.path(ref.root)
         part.path.replace(path)
-        part.close()
         sync_folder(self.folder)
         self._remember(ref.root, hashes, path.stat())
 

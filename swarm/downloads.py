@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from protocols.faults import PeerFault, TransportFault
@@ -42,21 +43,24 @@ from protocols.transfer import (
     to_bitmap,
 )
 from swarm.blobs import BlobStore
-from swarm.frames import BLOB_PROTOCOL, frame, read_bytes, read_frame
+from swarm.frames import BLOB_PROTOCOL, frame, read_bytes, read_frame, write
 from swarm.host import Host
 from swarm.tasks import run_loops
 from swarm.uploads import Arriving
 
 log = logging.getLogger(__name__)
 
+SOURCES_MIN = 1  # besides one for each chunk
 SOURCES_AT_ONCE = 10  # streams; with fewer than about 6 a chunk needs many hops through a large swarm
-RECRUIT_S = 0.5  # between two looks for more sources
+RECRUIT_S = 0.25  # between two looks for more sources; short beside a version on a fast link
 TICK_S = 0.25  # how soon a stalled or late source is noticed
 RATE_S = 1.0  # the rate shown is a running mean over about this
 NO_PROGRESS_S = 20.0  # sources that all wait for one another are given up, and looked for anew
 LIED_S = 600.0  # how long a source that sent wrong bytes is asked last
 FAILED_S = 15.0  # the same for one that stalled or closed: it may only have been busy
-GONE_S = 1.0  # the same for one that has nothing: it may get it any moment
+GONE_S = 0.25  # the same for one that has nothing: it gets it at the next moment, as all begin at the same time
+OVERTAKEN_S = 1.0  # the same for one that was only slower
+IDLE_FRAMES_MAX = 64  # offers in a row that tell us nothing: signs of life of more than two minutes
 SHUNNED_MAX = 1024
 ARRIVALS_MAX = 16  # chunks that wait to be hashed and written; then sources wait
 CHECKED_AT_ONCE = 4  # chunks a call of a thread; one each would cost more than it saves
@@ -91,6 +95,8 @@ class Progress:
     bytes_per_s: float = 0.0
     started_s: float = field(default_factory=time.monotonic)
     """On the monotonic clock."""
+    trouble: str = ""
+    """What went wrong last with a source, if anything did."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +105,10 @@ class _Talk:
 
     task: "asyncio.Task[None]"
     writer: asyncio.StreamWriter | None = None
+    offered: int = 0
     sparing: bool = False
+    idle_frames: int = 0
+    """Offers since the last one that told us anything."""
 
 
 class Download:
@@ -154,8 +163,11 @@ class Download:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.arriving.part is not None:
-                self.arriving.part.close()
+
+    def close(self) -> None:
+        """Put the file away, once nobody is served from it any more."""
+        if self.arriving.part is not None:
+            self.arriving.part.close()
 
     # ------------------------------------------------------------------ sources
 
@@ -169,8 +181,11 @@ class Download:
             if not self._talks and not fresh:
                 raise self._no_source("nobody left to ask")
             if now_s - self._advanced_s > NO_PROGRESS_S:
+                for source in self._talks:  # others come first next time
+                    self._failed(source, "sent nothing", FAILED_S)
                 raise self._no_source(f"nothing came for {NO_PROGRESS_S:g} s")
-            for source in fresh[: max(0, SOURCES_AT_ONCE - len(self._talks))]:
+            wanted = min(SOURCES_AT_ONCE, SOURCES_MIN + self._chunks.count)
+            for source in fresh[: max(0, wanted - len(self._talks))]:
                 self._tried.add(source)
                 self._talks[source] = _Talk(asyncio.create_task(self._talk(source), name=f"blob from {short(source)}"))
             await asyncio.sleep(RECRUIT_S)
@@ -204,18 +219,19 @@ class Download:
     def _failed(self, source: str, why: str, for_s: float) -> None:
         self._shunned.add(source, for_s)
         self.trouble[source] = why
+        self.progress.trouble = f"{short(source)}: {why}"
 
     async def _converse(self, source: str, talk: _Talk) -> None:
         async with asyncio.timeout(None) as limit:
             reader, talk.writer = await self._host.open_stream(source, BLOB_PROTOCOL, STALL_S)
             have = self._schedule.have if self._schedule is not None else 0
             opened = BlobOpen(self._ref.root, self._chunks.hashes is None, to_bitmap(have))
-            talk.writer.write(frame(opened))
+            write(talk.writer, frame(opened))
             limit.reschedule(asyncio.get_running_loop().time() + STALL_S)  # for the first offer
             while True:
                 said = decode_blob_holder(await read_frame(reader))
                 limit.reschedule(None)
-                self._heard(source)
+                self._heard(source, False)
                 match said:
                     case BlobOffer():
                         self._offered(source, talk, said)
@@ -228,18 +244,24 @@ class Download:
         if offer.hashes and not self._known.is_set():
             self._chunks.take_hashes(offer.hashes)
             self._known.set()
+        news = from_bitmap(offer.chunks, self._chunks.count) & ~talk.offered
+        talk.idle_frames = 0 if news else talk.idle_frames + 1
+        if talk.idle_frames > IDLE_FRAMES_MAX:
+            raise PeerFault("too many messages")
         talk.sparing = offer.sparing
-        self._handle(Offered(source, from_bitmap(offer.chunks, self._chunks.count), offer.sparing))
+        if news:
+            talk.offered |= news
+            self._handle(Offered(source, talk.offered, offer.sparing))
 
     async def _receive(self, source: str, index: int, reader: asyncio.StreamReader) -> None:
         if self._schedule is None or not self._schedule.asked(source, index):
             raise PeerFault("wrong chunk", f"{index} was not asked for")
-        data = await read_bytes(reader, self._chunks.size(index), lambda _: self._heard(source))
+        data = await read_bytes(reader, self._chunks.size(index), lambda _: self._heard(source, True))
         await self._arrivals.put((source, index, data))
 
-    def _heard(self, source: str) -> None:
+    def _heard(self, source: str, of_chunk: bool) -> None:
         if self._schedule is not None:
-            self._schedule.heard(source, time.monotonic())
+            self._schedule.heard(source, of_chunk, time.monotonic())
 
     # ------------------------------------------------------------------ chunks
 
@@ -296,6 +318,7 @@ class Download:
         assert self._schedule is not None
         assert self.arriving.part is not None
         self._advanced_s = time.monotonic()
+        self._tried.clear()  # whoever failed meanwhile may be asked again when nobody else is left
         if not self._schedule.have >> index & 1:
             self.received[source] += size
             self.progress.received_bytes += size
@@ -307,8 +330,8 @@ class Download:
         assert self._schedule is not None
         have = frame(BlobHave(to_bitmap(self._schedule.have)))
         for source, talk in self._talks.items():
-            if talk.writer is not None and (talk.sparing or source in senders):
-                talk.writer.write(have)
+            if talk.sparing or source in senders:
+                _tell(talk, have)
 
     async def _tick(self) -> None:
         before, before_s = self.progress.received_bytes, time.monotonic()
@@ -340,13 +363,20 @@ class Download:
         match action:
             case Ask(source, index):
                 talk = self._talks.get(source)
-                if talk is not None and talk.writer is not None:
-                    talk.writer.write(frame(ChunkAsk(index)))
+                if talk is not None:
+                    _tell(talk, frame(ChunkAsk(index)))
             case Leave(source, reason):
-                self._failed(source, reason, FAILED_S)
+                self._failed(source, reason, OVERTAKEN_S if reason == "overtaken" else FAILED_S)
                 self._leave(source)
 
     def _leave(self, source: str) -> None:
         talk = self._talks.get(source)
         if talk is not None:
             talk.task.cancel()
+
+
+def _tell(talk: _Talk, raw: bytes) -> None:
+    """That the stream is closed, its own task finds out."""
+    if talk.writer is not None:
+        with suppress(ConnectionResetError):
+            write(talk.writer, raw)

@@ -75,6 +75,7 @@ class Exchange:
         finally:
             del self._arriving[ref.root], self.downloads[ref.root]
             self.received_bytes += sum(download.received.values())
+            download.close()
             await download.arriving.tell()
         blob = await asyncio.to_thread(self.blobs.path(ref.root).read_bytes)
         if len(blob) != ref.size:

@@ -22,6 +22,17 @@ def frame(message: Struct) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
+def write(writer: asyncio.StreamWriter, *parts: bytes) -> None:
+    """Write to a stream. Raises ConnectionResetError when it is closed; uvloop's own error is a RuntimeError."""
+    if writer.is_closing():
+        raise ConnectionResetError("closed")
+    try:
+        for part in parts:
+            writer.write(part)
+    except RuntimeError as error:
+        raise ConnectionResetError("closed") from error
+
+
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """The next message's bytes. Raises PeerFault for one that is too large, IncompleteReadError at the end."""
     (length,) = struct.unpack("<I", await reader.readexactly(4))

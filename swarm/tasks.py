@@ -21,12 +21,17 @@ async def run_loops(loops: Mapping[str, Loop], done: asyncio.Event) -> None:
         await done.wait()
         raise _Finished
 
+    task = asyncio.current_task()
+    assert task is not None
+    cancels = task.cancelling()
     try:
         async with asyncio.TaskGroup() as tasks:
             for name, loop in loops.items():
                 tasks.create_task(loop(), name=name)
             tasks.create_task(finish(), name="finish")
     except BaseExceptionGroup as group:
+        while task.cancelling() > cancels:  # Python 3.11 leaves behind what ended the group
+            task.uncancel()
         leaf = _first_leaf(group)
         if not isinstance(leaf, _Finished):
             raise leaf from None

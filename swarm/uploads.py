@@ -10,6 +10,7 @@ A blob that is itself on its way here is served chunk by chunk as it comes.
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections import deque
@@ -20,9 +21,18 @@ from dataclasses import dataclass, field
 from protocols.faults import PeerFault
 from protocols.messages import BlobHave, BlobOffer, BlobOpen, ChunkAsk, ChunkHead, decode_blob_asker
 from protocols.pacing import Pacing
-from protocols.transfer import IN_FLIGHT_MAX, STALL_S, ChunkList, Seeding, from_bitmap, num_chunks, to_bitmap
+from protocols.transfer import (
+    IN_FLIGHT_MAX,
+    SPARED_CHUNKS_MIN,
+    STALL_S,
+    ChunkList,
+    Seeding,
+    from_bitmap,
+    num_chunks,
+    to_bitmap,
+)
 from swarm.blobs import BlobStore, Part, read_chunk
-from swarm.frames import frame, read_frame
+from swarm.frames import frame, read_frame, write
 from swarm.tasks import run_loops
 
 UPLOADS_MAX = 32  # streams served at once
@@ -31,7 +41,7 @@ IDLE_S = 10.0  # without an ask, after which a stream may be closed to make room
 ALIVE_S = STALL_S / 2  # between two signs of life while an ask waits
 OFFER_GAP_S = 0.02  # chunks that come in a burst are offered together
 TURN_S = 0.1  # how often whoever is next looks whether a chunk on the way is overdue
-SEEDING_S = 0.25  # how often a sparing holder looks whether time alone lets it offer more
+IDLE_FRAMES_MAX = 64  # messages in a row that tell us nothing; an honest asker sends none
 SEEDINGS_MAX = 64  # blobs whose offers are remembered: the versions that peers may still ask for
 
 
@@ -64,12 +74,19 @@ class Arriving:
 class _Upload:
     """One stream."""
 
+    peer_id: str
     key: str
-    """Its name among the askers of a blob."""
+    """Its name among all streams."""
     writer: asyncio.StreamWriter
     root: bytes = b""
     hashes_due: bool = False
     asks: deque[int] = field(default_factory=deque)
+    asked: int = 0
+    """Chunks that were asked for, ever."""
+    has: int = 0
+    """Chunks that the asker said it has."""
+    idle_frames: int = 0
+    """Messages since the last one that told us anything."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     offered: bytes | None = None
     offered_s: float = 0.0
@@ -88,8 +105,6 @@ class Uploads:
         self._streams: set[_Upload] = set()
         self._serial = itertools.count()
         self._pacing = Pacing()
-        self._turns = asyncio.Lock()
-        """Held by whoever sends next; the others queue up."""
         self._arrived = asyncio.Event()
         """An asker has got a chunk, or went."""
         self._rng = random.Random(0)  # which chunk goes first is nobody's secret
@@ -97,7 +112,7 @@ class Uploads:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> None:
         """One stream, until the asker closes it. Raises PeerFault."""
-        upload = _Upload(f"{peer_id}/{next(self._serial)}", writer)
+        upload = _Upload(peer_id, f"{peer_id}/{next(self._serial)}", writer)
         self._make_room()
         self._streams.add(upload)
         try:
@@ -106,6 +121,7 @@ class Uploads:
             if not isinstance(opened, BlobOpen):
                 raise PeerFault("malformed blob request", "not opened")
             upload.root, upload.hashes_due = opened.root, opened.hashes
+            self._replace_older(upload)
             with self.blobs.in_use(opened.root):
                 await self._converse(upload, opened, reader)
         except (asyncio.IncompleteReadError, TimeoutError, OSError):
@@ -120,18 +136,29 @@ class Uploads:
         idlest = min(self._streams, key=lambda each: each.asked_s)
         if time.monotonic() - idlest.asked_s < IDLE_S:
             raise PeerFault("too many uploads")
-        self._streams.discard(idlest)
-        idlest.writer.close()
+        self._end(idlest)
+
+    def _replace_older(self, upload: _Upload) -> None:
+        """One stream a peer and blob: an asker that comes again has left the one before."""
+        for other in list(self._streams):
+            if other is not upload and (other.peer_id, other.root) == (upload.peer_id, upload.root):
+                self._end(other)
+
+    def _end(self, upload: _Upload) -> None:
+        self._streams.discard(upload)
+        upload.writer.transport.abort()  # closing would wait until the asker has read what was written
 
     async def _converse(self, upload: _Upload, opened: BlobOpen, reader: asyncio.StreamReader) -> None:
         await asyncio.to_thread(self.blobs.info, upload.root)  # may read the whole file; from then on it is known
         holding = self._holding(upload.root)
         if holding is None:
-            upload.writer.write(frame(BlobOffer(False)))
+            write(upload.writer, frame(BlobOffer(False)))
             return
-        seeding = self._seeding(upload.root, holding) if self.sparing else None
+        spares = self.sparing and holding.count >= SPARED_CHUNKS_MIN
+        seeding = self._seeding(upload.root, holding) if spares else None
+        upload.has = from_bitmap(opened.have, holding.count)
         if seeding is not None:
-            seeding.joined(upload.key, from_bitmap(opened.have, holding.count))
+            seeding.joined(upload.key, upload.has)
         done = asyncio.Event()
 
         async def talk() -> None:
@@ -147,7 +174,7 @@ class Uploads:
         try:
             await run_loops(loops, done)
         finally:
-            self._pacing.left(upload.key)
+            self._pacing.left(upload.peer_id, upload.key)
             self._arrived.set()
             if seeding is not None:
                 seeding.left(upload.key)
@@ -162,15 +189,26 @@ class Uploads:
     ) -> None:
         match said:
             case ChunkAsk(index):
-                if upload.offered is None or not from_bitmap(upload.offered, count) >> index & 1:
+                offered = from_bitmap(upload.offered or b"", count) & ~upload.asked
+                if not offered >> index & 1:  # or asked for before: it was sent, or will be
                     raise PeerFault("chunk not offered", f"{index} of {count}")
                 if len(upload.asks) >= IN_FLIGHT_MAX:
                     raise PeerFault("too many asks")
                 upload.asked_s = time.monotonic()
+                upload.asked |= 1 << index
+                upload.idle_frames = 0
                 upload.asks.append(index)
+                if seeding is not None:
+                    seeding.asked(upload.key, index, upload.asked_s)
                 upload.news.set()
             case BlobHave(chunks):
-                self._acknowledged(upload, seeding, from_bitmap(chunks, count))
+                news = from_bitmap(chunks, count) & ~upload.has
+                upload.idle_frames = 0 if news else upload.idle_frames + 1
+                if upload.idle_frames > IDLE_FRAMES_MAX:
+                    raise PeerFault("too many messages")
+                if news:
+                    upload.has |= news
+                    self._acknowledged(upload, seeding, upload.has)
             case BlobOpen():
                 raise PeerFault("malformed blob request", "opened twice")
 
@@ -192,7 +230,7 @@ class Uploads:
                 continue
             await upload.writer.drain()
             try:
-                async with asyncio.timeout(SEEDING_S if seeding is not None else None):
+                async with asyncio.timeout(self._until_more_s(seeding)):
                     await upload.news.wait()
             except TimeoutError:
                 continue
@@ -200,32 +238,36 @@ class Uploads:
             if not upload.asks and gap_s > 0:
                 await asyncio.sleep(gap_s)
 
+    def _until_more_s(self, seeding: Seeding | None) -> float | None:
+        """Seconds until time alone lets us offer more."""
+        if seeding is None or math.isinf(wakes_s := seeding.wakes_s()):
+            return None
+        return max(OFFER_GAP_S, wakes_s - time.monotonic())
+
     def _offer(self, upload: _Upload, seeding: Seeding | None, again: bool = False) -> bool:
         """Say what we offer, if it is news, or `again`. False: the blob is gone."""
         now_s = time.monotonic()
         holding = self._holding(upload.root)
         if holding is None:
-            upload.writer.write(frame(BlobOffer(False)))
+            write(upload.writer, frame(BlobOffer(False)))
             return False
         chunks = to_bitmap(holding.chunks if seeding is None else seeding.offer(upload.key, now_s))
         hashes = holding.hashes if upload.hashes_due else b""
         if chunks != upload.offered or hashes or again:
             upload.hashes_due = upload.hashes_due and not hashes
             upload.offered, upload.offered_s = chunks, now_s
-            upload.writer.write(frame(BlobOffer(True, hashes, chunks, seeding is not None)))
+            write(upload.writer, frame(BlobOffer(True, hashes, chunks, seeding is not None)))
         return True
 
     async def _send(self, upload: _Upload, index: int, seeding: Seeding | None) -> None:
-        async with self._turns:
-            while not self._pacing.room(time.monotonic()):
-                self._arrived.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(TURN_S):
-                        await self._arrived.wait()
-            self._pacing.sent(upload.key, index, time.monotonic())
+        while not self._pacing.room(upload.peer_id, time.monotonic()):
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TURN_S):
+                    await self._arrived.wait()
+        self._pacing.sent(upload.peer_id, upload.key, index, time.monotonic())
         data = self._read(upload.root, index)
-        upload.writer.write(frame(ChunkHead(index)))
-        upload.writer.write(data)
+        write(upload.writer, frame(ChunkHead(index)), data)
         self.sent_bytes += len(data)
         async with asyncio.timeout(CHUNK_S):
             await upload.writer.drain()
@@ -233,9 +275,9 @@ class Uploads:
     def _acknowledged(self, upload: _Upload, seeding: Seeding | None, chunks: int) -> None:
         """The asker has these chunks by now, from whomever."""
         now_s = time.monotonic()
-        for index in self._pacing.unacknowledged(upload.key):
+        for index in self._pacing.unacknowledged(upload.peer_id, upload.key):
             if chunks >> index & 1:
-                took_s = self._pacing.acknowledged(upload.key, index, now_s)
+                took_s = self._pacing.acknowledged(upload.peer_id, upload.key, index, now_s)
                 if seeding is not None and took_s is not None:
                     seeding.sent(upload.key, index, took_s, now_s)
                 self._arrived.set()
