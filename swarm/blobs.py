@@ -9,6 +9,7 @@ writes are not removed; a later call of `keep_only` finds them idle.
 import errno
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +104,8 @@ class BlobStore:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         self._info: dict[bytes, BlobInfo] = {}
+        self._info_lock = threading.Lock()
+        """Whoever writes to `_info` holds it: they are on several threads."""
         self._in_use: Counter[bytes] = Counter()
 
     def path(self, root: bytes) -> Path:
@@ -115,12 +118,14 @@ class BlobStore:
         ref = BlobRef(root_of(len(blob), hashes), len(blob))
         if self.info(ref.root) is None:  # not there, or damaged
             path = self.path(ref.root)
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             write_whole(path, blob)
             self._remember(ref.root, hashes, path.stat())
         return ref
 
     def begin(self, chunks: ChunkList) -> Part:
-        """Begin to receive a blob, or go on. Raises OSError when there is no room for all of it."""
+        """Begin to receive a blob, or go on. Raises OSError, with the path, when there is no room for all of it."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         return Part(self.path(chunks.ref.root).with_suffix(PART), chunks)
 
     def finish(self, part: Part) -> None:
@@ -157,13 +162,13 @@ class BlobStore:
             about = None
         blob = self.get(root) if about is not None else None
         if blob is None or about is None:
-            self._info.pop(root, None)
+            self._forget(root)
             return None
         return self._remember(root, chunk_hashes(blob), about)
 
     def remove(self, root: bytes) -> None:
         """Forget a blob. Whoever has it open reads on."""
-        self._info.pop(root, None)
+        self._forget(root)
         self.path(root).unlink(missing_ok=True)
 
     @contextmanager
@@ -178,20 +183,32 @@ class BlobStore:
                 del self._in_use[root]
 
     def keep_only(self, roots: set[bytes]) -> None:
-        """Remove every blob that is not named and not in use, and what is left of downloads of such."""
+        """Remove every blob that is not named and not in use, and what is left of downloads of such.
+
+        What cannot be removed stays, and is logged. Raises OSError when the folder cannot be read.
+        """
         kept = {root.hex() for root in roots} | {root.hex() for root in list(self._in_use)}
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir() if self.folder.exists() else ():
             name = path.name.removesuffix(PART)
             if name in kept or not _is_root(name):
                 continue
-            self._info.pop(bytes.fromhex(name), None)
-            path.unlink(missing_ok=True)
+            self._forget(bytes.fromhex(name))
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.info("cannot remove %s: %s", path, error.strerror)
 
     def _remember(self, root: bytes, hashes: bytes, about: os.stat_result) -> BlobInfo:
-        while len(self._info) >= HASH_CACHE_MAX:
-            del self._info[next(iter(self._info))]
-        self._info[root] = info = BlobInfo(self.path(root), about.st_size, hashes, about.st_mtime_ns)
+        info = BlobInfo(self.path(root), about.st_size, hashes, about.st_mtime_ns)
+        with self._info_lock:
+            while len(self._info) >= HASH_CACHE_MAX:
+                del self._info[next(iter(self._info))]
+            self._info[root] = info
         return info
+
+    def _forget(self, root: bytes) -> None:
+        with self._info_lock:
+            self._info.pop(root, None)
 
 
 def read_chunk(path: Path, size: int, index: int) -> bytes:
