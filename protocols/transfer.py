@@ -47,7 +47,7 @@ GAIN = 0.2  # of the running means: about five chunks
 SEEDED_MIN = 2  # chunks an asker is offered and has not taken: one arrives, one is asked for
 SEEDED_MAX = 64  # 16 MiB: more than a fast link empties in a round trip
 SPREAD_CHUNKS = 4.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
-PROMISE_S = 2.0  # an offer not taken for this long no longer keeps a chunk from others
+PROMISE_S = 5.0  # an offer not taken for this long no longer keeps a chunk from others: 8 chunks at 3.4 Mbit/s
 TURN_S = 10.0  # the same for one that was asked for and waits for its turn: 24 askers' chunks at 20 Mbit/s
 SPARED_CHUNKS_MIN = 4  # blobs of fewer are not worth the wait: 1 MiB a peer
 
