@@ -44,14 +44,16 @@ class Download(NamedTuple):
     received_bytes: int
     bytes_per_s: float
     sources: int
+    trouble: str
+    """What went wrong last with a source, if anything did."""
     said_s: float
     """When the peer said so; it says so twice a second."""
 
     @classmethod
     def of(cls, event: Event) -> "Download":
         """What a `download` event says."""
-        about = (event[name] for name in ("version", "bytes", "received_bytes", "bytes_per_s", "sources", "t"))
-        return cls(*about)
+        about = [event[name] for name in ("version", "bytes", "received_bytes", "bytes_per_s", "sources")]
+        return cls(*about, event.get("trouble") or "", event["t"])
 
 
 @dataclass(slots=True)

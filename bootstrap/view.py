@@ -294,12 +294,14 @@ def _download_bar(download: Download, width: int) -> "RenderableType":
 
 
 def _download_text(download: Download) -> str:
-    """`43.2%, 3.5 of 8.0 MiB, 1.2 MiB/s from 5 sources`."""
+    """`43.2%, 3.5 of 8.0 MiB, 1.2 MiB/s from 5 sources`, or what is wrong in place of rate and sources."""
     share = percent(download.received_bytes / download.bytes) if download.bytes else "-"
     per_s = download.bytes_per_s
     rate = f"{per_s / _MIB:.1f} MiB/s" if per_s >= _MIB / 10 else f"{per_s / 1024:.0f} KiB/s"
     so_far = f"{download.received_bytes / _MIB:.1f} of {download.bytes / _MIB:.1f} MiB"
-    return f"{share}, {so_far}, {rate} from {_sources(download.sources)}"
+    waiting = download.sources == 0 and download.trouble
+    flow = f"no source ({one_line(download.trouble)})" if waiting else f"{rate} from {_sources(download.sources)}"
+    return f"{share}, {so_far}, {flow}"
 
 
 def _sources(count: int) -> str:

@@ -67,7 +67,7 @@ PATIENCE_S = 600.0  # without a word of any trainer; sixty leases, and long enou
 PUSH_TIMEOUT_S = 15.0
 PUSH_BYTES_MAX = UNARY_BYTES_MAX - 64 * 1024  # leaves room for the envelope and the request around it
 FETCH_RETRY_S = 1.0
-ROOM_RETRY_MAX_S = 30.0  # between two looks whether a full disk has room again; they begin at FETCH_RETRY_S
+DISK_RETRY_MAX_S = 30.0  # between two looks whether a disk that was full or refused is better; from FETCH_RETRY_S on
 DOWNLOAD_SHOWN_S = 1.0  # a download that takes longer is shown
 DOWNLOAD_TICK_S = 0.5
 RATE_WINDOW_S = 1.0
@@ -246,11 +246,17 @@ class InferencePeer:
             async with self.follower.changed:
                 await self.follower.changed.wait_for(lambda: self._wanted() is not None)
             wanted = self._wanted()
-            if wanted is None or await self._fetch(wanted):
-                retry_s = FETCH_RETRY_S
+            if wanted is None:
                 continue
-            await asyncio.sleep(retry_s)
-            retry_s = FETCH_RETRY_S if self.storage else min(2 * retry_s, ROOM_RETRY_MAX_S)
+            try:
+                wait_s = 0.0 if await self._fetch(wanted) else FETCH_RETRY_S
+                retry_s = FETCH_RETRY_S
+            except OSError as error:
+                self._tell_of_disk(wanted.message.version, error)
+                wait_s, retry_s = retry_s, min(2 * retry_s, DISK_RETRY_MAX_S)
+            await self.adapters.tidy()
+            if wait_s:
+                await asyncio.sleep(wait_s)
 
     def _wanted(self) -> Sealed[Announcement] | None:
         """The head, if it is neither here nor beyond help."""
@@ -260,7 +266,10 @@ class InferencePeer:
         return head
 
     async def _fetch(self, wanted: Sealed[Announcement]) -> bool:
-        """Get one version or a newer one; False when none can be had now (the head may have moved on by then)."""
+        """Get one version or a newer one; False when none can be had now (the head may have moved on by then).
+
+        Raises OSError when it cannot be stored.
+        """
         said = wanted.message
         try:
             obtained = await self.adapters.obtain(wanted)
@@ -271,15 +280,19 @@ class InferencePeer:
             self.node.warn("bad adapter", f"v{said.version}: {fault}; staying at the version before")
             self._hopeless = said.adapter.digest
             return True
-        except NoRoom as full:
-            self._set_storage(False)
-            self.node.warn("cannot store adapter", f"v{said.version}: {full.told}; staying at the version before")
-            return False
         self._set_storage(True)
         self._offered = obtained if self._offered is None else obtained.after(self._offered)
         await self.follower.notify()
-        await self.adapters.tidy()
         return True
+
+    def _tell_of_disk(self, version: int, error: OSError) -> None:
+        """A version could not be stored. Where that is for want of room, others learn to ask us for nothing newer."""
+        if isinstance(error, NoRoom):
+            self._set_storage(False)
+            told = error.told
+        else:
+            told = f"{error.strerror or error}: {error.filename or self.node.exchange.blobs.folder}"
+        self.node.warn("cannot store adapter", f"v{version}: {told}; staying at the version before")
 
     def _set_storage(self, storage: bool) -> None:
         if self.storage != storage:
@@ -327,7 +340,7 @@ class InferencePeer:
         """Tell how far a long download is, for whoever waits in front of it."""
         while True:
             await asyncio.sleep(DOWNLOAD_TICK_S)
-            underway = self.adapters.underway()
+            underway = self.adapters.underway() if self._wanted() is not None else None
             if underway is not None and underway.running_s >= DOWNLOAD_SHOWN_S:
                 self.node.metrics.emit(
                     "download",
@@ -336,6 +349,7 @@ class InferencePeer:
                     received_bytes=underway.received_bytes,
                     bytes_per_s=round(underway.bytes_per_s),
                     sources=underway.sources,
+                    trouble=underway.trouble,
                 )
 
     def _distrust(self, loaded: Loaded, fault: PeerFault) -> None:

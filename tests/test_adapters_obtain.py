@@ -139,6 +139,10 @@ class Peer:
     def on_disk(self) -> list[str]:
         return sorted(self.names(bytes.fromhex(path.name)) for path in self.shelf.blobs.folder.iterdir())
 
+    def names_on_disk(self) -> list[str]:
+        """Of whole blobs."""
+        return [self.names(bytes.fromhex(path.name)) for path in self.shelf.blobs.folder.glob("?" * 64)]
+
     def names(self, root: bytes) -> str:
         for sealed in self.trainer.said:
             about = sealed.message.adapter
@@ -289,6 +293,50 @@ async def test_without_a_keyframe_a_wrong_delta_is_the_trainers_fault_and_not_fe
     assert await peer.catch_up() == "K10"
 
 
+async def test_what_was_refused_keeps_no_blob_in_memory_and_is_forgotten_with_its_version(tmp_path: Path) -> None:
+    trainer = Trainer(codec="raw").steps(1)
+    peer = Peer(trainer, tmp_path)
+    await peer.catch_up()
+    for version in range(1, 4):
+        trainer.step(digest=bytes(32))
+        with pytest.raises(PeerFault, match=f"wrong adapter: v{version} ") as first:
+            await peer.catch_up()
+        head = peer.chain.head
+        assert head is not None
+        with pytest.raises(PeerFault) as again:
+            await peer.adapters.obtain(head)
+        assert (again.value.reason, again.value.detail) == (first.value.reason, first.value.detail)
+        assert again.value.__cause__ is again.value.__context__ is None
+    assert set(peer.adapters._refused.values()) == {
+        ("wrong adapter", f"v{version} has not the announced digest") for version in (1, 2, 3)
+    }
+    peer.chain.extend(announcement(3, trainer.said[3].message.parent, created_ms=9))  # v3 is revoked
+    peer.adapters._refuse(bytes(32), PeerFault("of no version"))
+    assert len(peer.adapters._refused) == 2
+
+
+async def test_after_a_pass_that_failed_the_next_one_finds_what_it_left(tmp_path: Path) -> None:
+    # Goal: tidying keeps parts and blobs of every way that the pass tried, though no newcomer would take it.
+    trainer = Trainer(codec="int4", keyframe_every=30).steps(20)
+    peer = Peer(trainer, tmp_path)
+    await peer.catch_up(upto=5)
+    await peer.adapters.tidy()
+    d15 = trainer.said[15].message.adapter.delta.blob.root
+    peer.shelf.lost.add(d15)
+    trainer.steps(20)
+    with pytest.raises(TransportFault):
+        await peer.catch_up(upto=20)
+    (tmp_path / f"{d15.hex()}.part").write_bytes(b"x")
+    await peer.adapters.tidy()
+    assert {f"D{version}" for version in range(5, 15)} <= set(peer.names_on_disk())
+    assert f"{d15.hex()}.part" in os.listdir(tmp_path)
+    peer.shelf.lost.clear()
+    peer.shelf.fetched.clear()
+    assert (await peer.catch_up()).startswith("K30")
+    await peer.adapters.tidy()
+    assert f"{d15.hex()}.part" not in os.listdir(tmp_path), "the head is elsewhere"
+
+
 async def test_an_unknown_codec_is_no_way(tmp_path: Path) -> None:
     trainer = Trainer().steps(3)
     trainer.step(delta=DeltaRef("from next year", blob_ref(b"x")))
@@ -423,7 +471,52 @@ async def test_how_far_a_pass_is(tmp_path: Path) -> None:
     assert (first.version, first.bytes, first.received_bytes, first.sources) == (7, total, k5.size // 2, 3)
     assert (last.version, last.bytes, last.received_bytes) == (7, total, k5.size + d7.size // 2)
     assert first.bytes_per_s == 1e6
-    assert 0 <= first.running_s <= last.running_s
+    assert first.since_s == last.since_s
+    assert first.running_s >= 0
+    assert (first.trouble, last.trouble) == ("", "")
+
+
+async def test_what_is_wrong_with_sources_is_known_during_a_pass_and_between_two(tmp_path: Path) -> None:
+    trainer = Trainer().steps(7)
+    peer = Peer(trainer, tmp_path)
+    await peer.catch_up(upto=6)
+    d6 = trainer.said[6].message.adapter.delta.blob
+    peer.shelf.lost.add(d6.root)
+    trouble, seen = "3kd9: closed", []
+
+    async def some_came(ref: BlobRef) -> None:
+        peer.shelf.downloads = {ref.root: Progress(ref.size, 5, 1, 1e6, trouble=trouble)}
+        seen.append(peer.adapters.underway())
+
+    fetch = peer.shelf.fetch
+
+    async def fetch_after_asking(ref: BlobRef, sources: Callable[[], Sequence[str]]) -> Fetched:
+        await some_came(ref)
+        sources()
+        try:
+            return await fetch(ref, sources)
+        finally:
+            peer.shelf.downloads = {}
+
+    peer.shelf.fetch = fetch_after_asking  # type: ignore[method-assign]
+    with pytest.raises(TransportFault):
+        await peer.catch_up()
+    between = peer.adapters.underway()
+    assert between is not None
+    assert seen == [Underway(6, d6.size, 5, 1e6, 1, between.since_s, trouble)]
+    assert between == Underway(6, d6.size, 5, 0.0, 0, between.since_s, trouble)
+
+    trouble = ""
+    with pytest.raises(TransportFault):
+        await peer.catch_up()
+    assert seen[1] == Underway(6, d6.size, 5, 1e6, 1, between.since_s, "3kd9: closed"), "still the last that is known"
+    again = peer.adapters.underway()
+    assert again is not None
+    assert (again.trouble, again.since_s) == (f"no source: {d6.root.hex()}", between.since_s)
+
+    peer.shelf.lost.clear()
+    assert await peer.catch_up() == "D6"
+    assert peer.adapters.underway() is None
 
 
 # ---------------------------------------------------------------------- full disks
@@ -471,6 +564,22 @@ async def test_b35_what_the_way_still_needs_is_not_evicted(tmp_path: Path, monke
     assert await peer.catch_up() == "D19 D20 D21"
     assert d20 not in peer.shelf.fetched
     assert peer.on_disk() == ["D19", "D20", "D21"]
+
+
+async def test_an_error_of_the_disk_that_is_not_want_of_room_costs_no_other_version(tmp_path: Path) -> None:
+    trainer = Trainer(codec="raw").steps(5)
+    peer = Peer(trainer, tmp_path)
+    for version in range(1, 5):
+        await peer.catch_up(upto=version)
+
+    async def refuse(ref: BlobRef) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+
+    peer.shelf.before = refuse
+    with pytest.raises(PermissionError) as error:
+        await peer.catch_up()
+    assert not isinstance(error.value, NoRoom)
+    assert peer.on_disk() == ["K0", "K1", "K2", "K3"]
 
 
 async def test_b35_a_full_disk_is_said_with_what_is_needed_and_passes(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ async def test_b35_a_full_disk_is_said_and_over_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers.inference, "FETCH_RETRY_S", 0.02)
-    monkeypatch.setattr(peers.inference, "ROOM_RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(peers.inference, "DISK_RETRY_MAX_S", 0.1)
     trainer = Trainer(elements=MIB).steps(1)
     async with working(tmp_path, trainer) as worker:
         await worker.hear()
@@ -132,6 +133,46 @@ async def test_waits_for_room_grow_up_to_a_bound(tmp_path: Path, monkeypatch: py
         await asyncio.wait_for(enough.wait(), 10.0)
         assert worker.warnings[0][0] == "cannot store adapter"
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+async def test_a_disk_that_refuses_is_named_and_is_not_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers.inference, "FETCH_RETRY_S", 0.02)
+    trainer = Trainer().steps(1)
+    path = tmp_path / trainer.said[0].message.adapter.keyframe.root.hex()
+    path.mkdir()  # where the keyframe goes
+    async with working(tmp_path, trainer) as worker:
+        await worker.hear()
+        await until(lambda: len(worker.warnings) >= 3)
+        assert set(worker.warnings) == {
+            ("cannot store adapter", f"v0: Is a directory: {path}; staying at the version before")
+        }
+        assert worker.peer.storage
+        path.rmdir()
+        await until(lambda: worker.version == 0)
+
+
+async def test_what_failed_passes_leave_on_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Goal: each version stalls half-way and the head moves on; parts of versions that nobody wants any more go.
+    monkeypatch.setattr(peers.inference, "FETCH_RETRY_S", 0.01)
+    trainer = Trainer(codec="raw")
+    async with working(tmp_path, trainer) as worker:
+        shelf = worker.got.shelf
+
+        async def stall(ref: BlobRef) -> None:
+            shelf.lost.add(ref.root)
+            (tmp_path / f"{ref.root.hex()}.part").write_bytes(bytes(100))
+
+        shelf.before = stall
+        for _ in range(12):
+            trainer.step()
+            await worker.hear()
+            whole = trainer.said[-1].message.adapter.keyframe.root
+            await until(lambda whole=whole: whole in shelf.lost)
+        newest = {f"{sealed.message.adapter.keyframe.root.hex()}.part" for sealed in trainer.said[-4:]}
+        await until(lambda: set(os.listdir(tmp_path)) <= newest)
+        assert f"{whole.hex()}.part" in os.listdir(tmp_path), "the head's stays, to go on from"
 
 
 async def test_a_version_that_cannot_be_rebuilt_is_said_once_and_the_next_is_waited_for(tmp_path: Path) -> None:
@@ -184,12 +225,34 @@ async def test_a_long_download_is_told_of_while_it_lasts(tmp_path: Path, monkeyp
         await until(lambda: len(worker.events) >= 2)
         assert time.monotonic() - started_s >= 0.05
         about = {"version": 0, "bytes": size, "received_bytes": size // 4, "bytes_per_s": 12346, "sources": 3}
-        assert worker.events[0] == {"event": "download"} | about
+        assert worker.events[0] == {"event": "download"} | about | {"trouble": ""}
         arrived.set()
         await until(lambda: worker.version == 0)
         assert worker.events[-1]["event"] == "adapter"
         telling.cancel()
         await asyncio.wait([telling])
+
+
+async def test_when_nothing_comes_it_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.inference, "DOWNLOAD_TICK_S", 0.01)
+    monkeypatch.setattr(peers.inference, "DOWNLOAD_SHOWN_S", 0.05)
+    monkeypatch.setattr(peers.inference, "FETCH_RETRY_S", 0.01)
+    trainer = Trainer().steps(1)
+    keyframe = trainer.said[0].message.adapter.keyframe
+    async with working(tmp_path, trainer) as worker:
+        worker.got.shelf.lost.add(keyframe.root)
+        telling = asyncio.create_task(worker.peer.show_downloads())
+        await worker.hear()
+        await until(lambda: len(worker.events) >= 3)  # each attempt takes no time, and yet they are told of
+        about = {"version": 0, "bytes": keyframe.size, "received_bytes": 0, "bytes_per_s": 0, "sources": 0}
+        assert worker.events[-1] == {"event": "download"} | about | {"trouble": f"no source: {keyframe.root.hex()}"}
+        worker.got.shelf.lost.clear()
+        await until(lambda: worker.version == 0)
+        told = len(worker.events)
+        telling.cancel()
+        await asyncio.wait([telling])
+        assert worker.events[told - 1]["event"] == "adapter"
+        assert worker.got.adapters.underway() is None
 
 
 async def test_the_event_of_a_version_says_what_it_took(tmp_path: Path) -> None:

@@ -335,6 +335,19 @@ def test_only_a_few_bars_are_shown_and_nothing_is_divided_by_nothing() -> None:
     assert "-, 0.0 of 0.0 MiB, 0 KiB/s from 1 source" in picture(state, now_s=1.0)
 
 
+def test_a_download_that_gets_nothing_says_why() -> None:
+    stuck = download(10.0, 2**20, sources=0, bytes_per_s=0.0, trouble="3kd9: has nothing of it\x1b[2J")
+    assert "12.5%, 1.0 of 8.0 MiB, no source (3kd9: has nothing of it\ufffd[2J)" in picture(state_of(stuck), now_s=11.0)
+    stream = io.StringIO()
+    PlainLines(stream).show([stuck])
+    assert stream.getvalue().endswith(
+        "fetching v7: 12.5%, 1.0 of 8.0 MiB, no source (3kd9: has nothing of it\ufffd[2J)\n"
+    )
+    flowing = download(10.0, 2**20, trouble="3kd9: closed")
+    assert "1.5 MiB/s from 5 sources" in picture(state_of(flowing), now_s=11.0), "others go on"
+    assert "closed" not in picture(state_of(flowing), now_s=11.0)
+
+
 def test_a_long_download_is_a_line_each_few_seconds() -> None:
     stream = io.StringIO()
     PlainLines(stream).show([download(number / 2, number * 2**19, bytes_per_s=2.0**15) for number in range(1, 15)])
