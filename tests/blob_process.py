@@ -96,8 +96,8 @@ class Throttled:
         await self._uplink.carry(self._waiting, self._writer)
         await self._writer.drain()
 
-    def close(self) -> None:
-        self._writer.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
 
 
 class _Peer:
