@@ -8,6 +8,8 @@
 Keyframes: where there is no parent, each `keyframe_every` versions, and once the deltas since the last one add up to
 more than a keyframe: so nobody ever needs more than about two of them. A delta that is not smaller than a keyframe is
 left out, and the keyframe then holds all that its dtype can.
+
+After a restart the disk may not hold what was announced: what is `missing` is made again, where that is possible.
 """
 
 import errno
@@ -17,10 +19,12 @@ from dataclasses import dataclass, field
 
 from protocols.adapters import Adapter, adapter_digest, decode_adapter, encode_adapter
 from protocols.choice import Choice, Cost
-from protocols.codecs import Encoded, decode_delta, encode_delta, rounded
-from protocols.faults import LocalFault
+from protocols.codecs import Encoded, decode_delta, encode_delta, rounded, widened
+from protocols.faults import LocalFault, PeerFault
 from protocols.manifest import TransferSpec
 from protocols.messages import AdapterRef, Announcement, BlobRef, DeltaRef
+from protocols.paths import Hop, cheapest
+from protocols.transfer import blob_ref
 from swarm.blobs import BlobStore
 
 RAW = "raw"  # a keyframe and nothing else
@@ -51,6 +55,8 @@ class Publisher:
     def __init__(self, spec: TransferSpec) -> None:
         self.parent: Adapter | None = None
         """The version that was published last; None: the next one is a keyframe."""
+        self.whole_next = False
+        """Offer the next version whole in any case: the way to the last one is broken."""
         self._parent_digest: bytes | None = None
         self._spec = spec
         self._choice = Choice() if spec.codec == "auto" else None
@@ -83,6 +89,7 @@ class Publisher:
 
         digest = adapter_digest(rebuilt)
         self.parent, self._parent_digest = rebuilt, digest
+        self.whole_next = False
         self._versions = self._versions + 1 if keyframe is None else 0
         self._delta_bytes = self._delta_bytes + len(blob) if keyframe is None else 0
         return Published(digest, rebuilt, keyframe, (codec, blob) if codec != RAW else None, encode_s)
@@ -125,7 +132,7 @@ class Publisher:
     def _is_keyframe(self, delta: bytes, rebuilt: Adapter) -> bool:
         """Whether a version with this delta is offered whole too."""
         due = self._versions + 1 >= self._spec.keyframe_every
-        return due or self._delta_bytes + len(delta) > _payload_bytes(rebuilt)
+        return self.whole_next or due or self._delta_bytes + len(delta) > _payload_bytes(rebuilt)
 
 
 def store(published: Published, blobs: BlobStore) -> AdapterRef:
@@ -134,6 +141,54 @@ def store(published: Published, blobs: BlobStore) -> AdapterRef:
     keyframe = _put(published.keyframe, blobs) if published.keyframe is not None else None
     delta = DeltaRef(published.delta[0], _put(published.delta[1], blobs)) if published.delta is not None else None
     return AdapterRef(published.digest, keyframe, delta)
+
+
+def missing(entries: Sequence[Announcement], blobs: BlobStore) -> list[Hop]:
+    """Of the blobs by which a newcomer reaches the head, those that are not on disk, or not whole. Reads all of them;
+    raises OSError when one cannot be read."""
+    return [hop for hop in _way(entries) if blobs.info(hop.blob.root) is None]
+
+
+def remake(hop: Hop, entries: Sequence[Announcement], published: Adapter, target: Adapter, blobs: BlobStore) -> bool:
+    """Store a blob of the head again, if its very bytes can be made of what is at hand.
+
+    `published` is the head; `target` (F32) perhaps what it was made of: a lossless delta follows from the head alone.
+    Raises OSError.
+    """
+    if hop.version != entries[-1].version:
+        return False
+    if hop.codec is None:
+        made = iter([encode_adapter(published)])
+    else:
+        codec, parent = hop.codec, _rebuilt(_way(entries)[:-1], blobs)
+        if parent is None:
+            return False
+        made = (encode_delta(codec, each, parent).blob for each in (target, widened(published)))
+    blob = next((blob for blob in made if blob_ref(blob) == hop.blob), None)
+    if blob is not None:
+        _put(blob, blobs)
+    return blob is not None
+
+
+def _way(entries: Sequence[Announcement]) -> list[Hop]:
+    return cheapest(entries, entries[-1].version, None, lambda root: False) or []
+
+
+def _rebuilt(way: Sequence[Hop], blobs: BlobStore) -> Adapter | None:
+    """Where a way leads; None when a blob is not on disk or does not fit."""
+    adapter: Adapter | None = None
+    for hop in way:
+        blob = blobs.get(hop.blob.root)
+        if blob is None:
+            return None
+        try:
+            if hop.codec is None:
+                adapter = decode_adapter(blob)
+            elif adapter is not None:
+                adapter = decode_delta(hop.codec, blob, adapter)
+        except PeerFault:
+            return None
+    return adapter
 
 
 def _put(blob: bytes, blobs: BlobStore) -> BlobRef:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from peers.checkpoints import KEPT, Checkpoints
 from peers.coordinator import Coordinator
 from peers.ingest import Checker, Ingest
-from peers.publishing import Published, Publisher, store
+from peers.publishing import Published, Publisher, missing, remake, store
 from peers.record import Record, same_manifest
 from peers.rounds import Rounds
 from protocols.adapters import Adapter, adapter_digest
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 NO_ROLLOUTS_S = 30.0  # how long the trainer waits before it says what it waits for
 VERSIONS_KEPT_MIN = 4  # blobs kept besides those within the bound, for peers that are a little late
 STEP_GAIN = 0.2  # of the running mean of a step's time: about five steps
+MEND_S = 60.0  # at start, for blobs that only peers have: a keyframe of 100 MB at 14 Mbit/s
 LINGER_S = 15.0  # how long a trainer stays to tell everybody that the run is over
 
 T = TypeVar("T")
@@ -185,6 +186,8 @@ class Trainer:
         await self._restore()
         await record.restore(chain, self.learner.steps)
         await self._refuse_ended(record, manifest)
+        if chain.head is not None:
+            await self._mend()
         self.follower.progress = lambda: (ingest.steps_done, intake.queued)
         self.follower.wanted = self._wanted
         self.follower.next_counter_of = intake.next_counter
@@ -324,6 +327,43 @@ class Trainer:
             )
         await self._in_thread(self.learner.load_adapter, published)
 
+    async def _mend(self) -> None:
+        """What is announced again can be had: blobs that a newcomer needs of the head and that the disk has lost are
+        made again, or fetched. Otherwise the next version is a keyframe. ValueError when there will be none."""
+        chain, blobs, publisher = self.parts.chain, self.node.exchange.blobs, self.publisher
+        entries = [entry.message for entry in chain.entries[-ENTRIES_MAX:]]
+        lost = await asyncio.to_thread(missing, entries, blobs)
+        if not lost:
+            return
+        published, target = publisher.parent, await self._in_thread(self.learner.target)
+        log.info("v%d: %d blobs are not whole in %s", chain.version, len(lost), blobs.folder)
+        try:
+            async with asyncio.timeout(MEND_S):
+                for hop in lost:
+                    remade = published is not None and await asyncio.to_thread(
+                        remake, hop, entries, published, target, blobs
+                    )
+                    if not remade:
+                        await self.node.exchange.fetch(hop.blob, partial(self._others, hop.version))
+        except (TransportFault, PeerFault, OSError) as error:
+            why = str(error) or f"not fetched within {MEND_S:g} s"
+            await self._warn_of_missing(f"v{chain.version}: {len(lost)} blobs are not whole in {blobs.folder} ({why})")
+
+    async def _warn_of_missing(self, trouble: str) -> None:
+        """The head cannot be had from us. ValueError if nothing will make up for that."""
+        advice = "restore the folder from a copy, or start a peer that has the version"
+        ended = await self.parts.record.end() is not None
+        if self.learner.steps >= self.follower.manifest.max_steps and not ended:
+            raise ValueError(f"{trouble}, and no version follows: {advice}, or raise max_steps")
+        self.publisher.whole_next = True
+        outlook = (
+            "the run has ended" if ended else "the next version will be whole, but only who has this one leads to it"
+        )
+        self.node.warn("missing blobs", f"{trouble}; newcomers cannot fetch it. {outlook.capitalize()}: {advice}")
+
+    def _others(self, version: int) -> list[str]:
+        return [peer for peer in self.follower.neighbourhood.sources(version) if peer != self.node.peer_id]
+
     # ------------------------------------------------------------------ training
 
     async def train(self) -> None:
@@ -450,12 +490,18 @@ class Trainer:
         return max(0, self.parts.intake.batch_groups - self.parts.intake.queued) if self.waits else None
 
     def _warn_of_waiting(self) -> None:
+        """What is missing, and why it may be: nobody here, or nobody who has got the head."""
         queued, wanted = self.parts.intake.queued, self.parts.intake.batch_groups
-        alive = len(self.node.sessions.alive(time.monotonic()))
-        self.node.warn(
-            "waiting for rollouts",
-            f"{queued} of {wanted} groups queued, {alive} peers alive; give others the line to join with",
-        )
+        now_s, head = time.monotonic(), self.parts.chain.version
+        alive = len(self.node.sessions.alive(now_s))
+        beats = [seen.beat for seen in self.node.neighbours.values() if now_s - seen.heard_s < SILENT_S]
+        held = [beat.version for beat in beats if beat.role == "inference"]
+        behind = sum(version is None or version < head for version in held)
+        if behind:
+            hint = f"{behind} of {len(held)} inference peers have not got v{head} so far"
+        else:
+            hint = "give others the line to join with"
+        self.node.warn("waiting for rollouts", f"{queued} of {wanted} groups queued, {alive} peers alive; {hint}")
 
     async def _set_stale(self, groups: Sequence[Queued]) -> None:
         await self.parts.store.set_state([group.digest for group in groups], "stale", self.learner.steps)

@@ -1,15 +1,18 @@
 """A trainer that comes back on its home: whole, with damaged checkpoints, with none (case B73)."""
 
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from peers.learning.learner import TrainingGroup
+from peers.publishing import missing
 from peers.trainer import Trainer, TrainerOptions
 from protocols.adapters import adapter_digest
 from protocols.codecs import rounded, widened
@@ -38,6 +41,8 @@ class Restarted(Trainer):
     """A trainer whose warnings are kept."""
 
     warnings: list[str]
+    """Their codes."""
+    texts: list[str]
 
     async def step(self) -> None:
         """One real optimizer step, committed and published as any other."""
@@ -52,13 +57,16 @@ class Restarted(Trainer):
         return [float(state["step"]) for state in self.learner._optimizer.state.values()]
 
 
-def maker(publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> Callable[[bytes, int], Sealed[Manifest]]:
+def maker(
+    publish_every: int = 1, transfer: TransferSpec = DEFAULT, max_steps: int = 100
+) -> Callable[[bytes, int], Sealed[Manifest]]:
     manifest = Manifest(
         run=RUN,
         revision=0,
         trainers=(TRAINER_ID,),
         issued_ms=1_000,
         publish_every=publish_every,
+        max_steps=max_steps,
         transfer=transfer,
         environment=EnvironmentSpec(prompt="{expression} = ", params={"min_terms": 2, "max_terms": 2}),
         sampling=Sampling(group_size=2),
@@ -73,25 +81,35 @@ def maker(publish_every: int = 1, transfer: TransferSpec = DEFAULT) -> Callable[
 
 @asynccontextmanager
 async def trainer(
-    home: Path, publish_every: int = 1, transfer: TransferSpec = DEFAULT, friend: Node | None = None
+    home: Path,
+    publish_every: int = 1,
+    transfer: TransferSpec = DEFAULT,
+    friend: Node | None = None,
+    max_steps: int = 100,
 ) -> AsyncIterator[Restarted]:
     """An open trainer on this home, alone in the world but for a friend that may have its blobs."""
     identity = identity_of(home, TRAINER)
     node = await Node.start(identity, home, NodeConfig(role="trainer", listen=LISTEN), [RUN])
     warnings: list[str] = []
-    node.warn = lambda code, text: warnings.append(code)  # type: ignore[method-assign]
+    texts: list[str] = []
+
+    def warn(code: str, text: str) -> None:
+        warnings.append(code)
+        texts.append(text)
+
+    node.warn = warn  # type: ignore[method-assign]
     made = Restarted(
         node,
         TrainerOptions(
             home=home,
             run=RUN,
             model="builtin",
-            make_manifest=maker(publish_every, transfer),
+            make_manifest=maker(publish_every, transfer, max_steps),
             listen=LISTEN,
             evaluation_problems=0,
         ),
     )
-    made.warnings = warnings
+    made.warnings, made.texts = warnings, texts
     if friend is not None:
         await node.host.connect(friend.host.addresses[0], 10.0)
         made.follower.neighbourhood.sources = lambda version: [friend.peer_id]  # type: ignore[method-assign]
@@ -272,9 +290,142 @@ async def test_a_trainer_that_lost_the_published_adapter_goes_on_with_a_keyframe
         assert references(again)[-1].delta is not None
 
 
+# ---------------------------------------------------------------------- blobs that the disk has lost
+
+INT4 = TransferSpec(codec="int4", keyframe_every=4)
+
+
+def way_is_whole(trainer: Restarted) -> bool:
+    return missing([entry.message for entry in trainer.parts.chain.entries], trainer.node.exchange.blobs) == []
+
+
+def lose(home: Path, ref: BlobRef, damaged: bool) -> None:
+    path = home / "blobs" / ref.root.hex()
+    if damaged:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("codec", "count", "damaged"), [("raw", 2, False), ("int4", 4, True), ("int4", 3, False), ("xor", 1, True)]
+)
+async def test_what_newcomers_need_of_the_head_is_made_again(
+    tmp_path: Path, codec: Any, count: int, damaged: bool
+) -> None:
+    transfer = TransferSpec(codec=codec, keyframe_every=4)
+    async with trainer(tmp_path, transfer=transfer) as first:
+        for _ in range(count):
+            await first.step()
+        head = references(first)[-1]
+        assert (head.keyframe is not None) == (count % 4 == 0 or codec == "raw")
+    ref = head.keyframe or (head.delta.blob if head.delta is not None else None)
+    assert ref is not None
+    lose(tmp_path, ref, damaged)
+    async with trainer(tmp_path, transfer=transfer) as again:
+        assert way_is_whole(again)
+        assert again.warnings == []
+
+
+async def test_what_newcomers_need_before_the_head_is_fetched_from_a_peer(tmp_path: Path) -> None:
+    home, other = tmp_path / "trainer", tmp_path / "other"
+    async with trainer(home, transfer=INT4) as first:
+        for _ in range(3):
+            await first.step()
+        lost = references(first)[0].keyframe
+    assert lost is not None
+    other.mkdir(mode=0o700)
+    shutil.copytree(home / "blobs", other / "blobs")
+    lose(home, lost, damaged=True)
+    friend = await Node.start(identity_of(other), other, NodeConfig(role="inference", listen=LISTEN), [RUN])
+    try:
+        async with trainer(home, transfer=INT4, friend=friend) as again:
+            assert way_is_whole(again)
+            assert again.warnings == []
+            await again.step()
+    finally:
+        await friend.close()
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+async def test_a_head_that_newcomers_cannot_reach_is_warned_of_and_the_next_version_is_whole(
+    tmp_path: Path, all_of_them: bool
+) -> None:
+    transfer = TransferSpec(codec="int4", keyframe_every=10)
+    async with trainer(tmp_path, transfer=transfer) as first:
+        for _ in range(3):
+            await first.step()
+        middle = references(first)[2].delta
+    assert middle is not None
+    lose(tmp_path, middle.blob, damaged=False)
+    if all_of_them:
+        shutil.rmtree(tmp_path / "blobs")
+    for _ in range(2):  # as long as no version follows, each start finds the same
+        async with trainer(tmp_path, transfer=transfer) as again:
+            assert again.warnings == ["missing blobs"]
+            assert str(tmp_path / "blobs") in again.texts[0]
+            assert not way_is_whole(again)
+    async with trainer(tmp_path, transfer=transfer) as again:
+        await again.step()
+        assert references(again)[-1].keyframe is not None
+        assert references(again)[-1].delta is not None, "for those who have the version before"
+        assert way_is_whole(again)
+        await again.step()
+        assert references(again)[-1].keyframe is None
+    async with trainer(tmp_path, transfer=transfer) as again:
+        assert again.warnings == []
+
+
+async def test_a_last_version_that_nobody_can_have_is_no_end(tmp_path: Path) -> None:
+    transfer = TransferSpec(codec="int4", keyframe_every=10)
+    async with trainer(tmp_path, transfer=transfer, max_steps=2) as first:
+        for _ in range(2):
+            await first.step()
+    shutil.move(tmp_path / "blobs", tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"restore the folder from a copy, .*, or raise max_steps") as error:
+        async with trainer(tmp_path, transfer=transfer, max_steps=2):
+            pass
+    assert "\n" not in str(error.value)
+    async with trainer(tmp_path, transfer=transfer, max_steps=3) as again:
+        assert again.warnings == ["missing blobs"]
+    shutil.rmtree(tmp_path / "blobs")
+    shutil.move(tmp_path / "copy", tmp_path / "blobs")
+    async with trainer(tmp_path, transfer=transfer, max_steps=2) as again:
+        assert again.warnings == []
+        await again.parts.record.sign_end(again.parts.chain)
+    shutil.rmtree(tmp_path / "blobs")
+    async with trainer(tmp_path, transfer=transfer, max_steps=2) as again:
+        assert again.warnings == ["missing blobs"], "that the run has ended can be told all the same"
+        assert "The run has ended" in again.texts[0]
+
+
+async def test_who_has_not_got_the_head_is_told_of_when_rollouts_do_not_come(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as first:
+        await first.step()
+        first._warn_of_waiting()
+        now_s = time.monotonic()
+        neighbours: dict[str, Any] = first.node.neighbours
+        for number, (role, version, silent_s) in enumerate(
+            [
+                ("inference", 1, 0.0),
+                ("inference", 0, 0.0),
+                ("inference", None, 0.0),
+                ("inference", 0, 100.0),
+                ("trainer", 0, 0.0),
+            ]
+        ):
+            beat = SimpleNamespace(role=role, version=version)
+            neighbours[str(number)] = SimpleNamespace(beat=beat, heard_s=now_s - silent_s)
+        first._warn_of_waiting()
+        assert first.warnings == ["waiting for rollouts"] * 2
+        assert first.texts[0] == "0 of 1 groups queued, 0 peers alive; give others the line to join with"
+        assert first.texts[1].endswith("; 2 of 3 inference peers have not got v1 so far")
+        neighbours.clear()
+
+
 async def test_b26_a_version_can_be_had_before_anybody_hears_of_it(tmp_path: Path) -> None:
     async with trainer(tmp_path, transfer=TransferSpec(codec="int4", keyframe_every=2)) as first:
-        publish, heard = first.follower.publish, []
+        publish, heard = first.follower.policy.publish, []
 
         async def listen(sealed: Sealed[Announcement]) -> None:
             adapter, blobs = sealed.message.adapter, first.node.exchange.blobs
@@ -282,7 +433,7 @@ async def test_b26_a_version_can_be_had_before_anybody_hears_of_it(tmp_path: Pat
             heard.append([blobs.get(ref.root) is not None and blobs.info(ref.root) is not None for ref in refs])
             await publish(sealed)
 
-        first.follower.publish = listen  # type: ignore[method-assign,assignment]
+        first.follower.policy.publish = listen  # type: ignore[method-assign,assignment]
         for _ in range(4):
             await first.step()
         assert heard == [[True], [True, True], [True], [True, True]]
@@ -345,7 +496,7 @@ async def test_a_step_that_cannot_be_stored_is_not_announced(tmp_path: Path) -> 
     async with trainer(tmp_path) as first:
         await first.step()
         heard: list[int] = []
-        first.follower.publish = lambda sealed: heard.append(sealed.message.version)  # type: ignore[assignment]
+        first.follower.policy.publish = lambda sealed: heard.append(sealed.message.version)  # type: ignore[assignment]
 
         async def full(record: object) -> None:
             raise OSError("database or disk is full")
