@@ -46,7 +46,7 @@ GAIN = 0.2  # of the running means: about five chunks
 
 SEEDED_MIN = 2  # chunks an asker is offered and has not taken: one arrives, one is asked for
 SEEDED_MAX = 64  # 16 MiB: more than a fast link empties in a round trip
-SPREAD_CHUNKS = 4.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
+SPREAD_CHUNKS = 2.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
 PROMISE_S = 5.0  # an offer not taken for this long no longer keeps a chunk from others: 8 chunks at 3.4 Mbit/s
 TURN_S = 10.0  # the same for one that was asked for and waits for its turn: 24 askers' chunks at 20 Mbit/s
 SPARED_CHUNKS_MIN = 4  # blobs of fewer are not worth the wait: 1 MiB a peer
@@ -439,7 +439,7 @@ class Seeding:
         self._wake(now_s)
         known = self._askers[asker]
         known.idle |= bool(known.promised & ~known.asked & ~self._resting)
-        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken) - (known.promised & self._resting).bit_count()
+        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken // 2) - (known.promised & self._resting).bit_count()
         while missing > 0 and (free := self._least_sent(~(known.offered | known.has | self._resting))):
             index = _by_lot(free, self._rng)
             known.offered |= 1 << index

@@ -149,6 +149,7 @@ class Host:
         self.down_free_s = 0.0
         self.sent_bytes = 0.0
         # as an asker
+        self.starts_s = 0.0
         self.schedule: Schedule | None = None
         self.downloading = False
         self.done_s: float | None = 0.0 if whole else None
@@ -177,7 +178,7 @@ class Host:
 
     def download(self) -> None:
         """Begin, or begin again with what is here."""
-        if self.dead or self.done_s is not None:
+        if self.frozen or self.done_s is not None:
             return
         self.downloading, self._advanced_s = True, self.sim.now_s
         self._tried.clear()
@@ -187,7 +188,7 @@ class Host:
         self._tick()
 
     def _recruit(self) -> None:
-        if not self.downloading or self.dead:
+        if not self.downloading or self.frozen:
             return
         candidates = [name for name in self.sim.sources(self) if name not in self.talks]
         fresh = [name for name in candidates if self._shunned.get(name, 0.0) <= self.sim.now_s]
@@ -221,7 +222,7 @@ class Host:
 
     def lose(self, stream: Stream, shunned_s: float) -> None:
         """The stream is over; its holder is asked last for a while."""
-        if not stream.open:
+        if not stream.open or self.frozen:
             return
         self._shunned[stream.holder.name] = self.sim.now_s + shunned_s
         self._close(stream)
@@ -275,7 +276,7 @@ class Host:
             self.news(stream)
 
     def _tick(self) -> None:
-        if not self.downloading or self.dead:
+        if not self.downloading or self.frozen:
             return
         self.sim.after(TICK_S, self._tick)
         for name, stream in self.talks.items():
@@ -456,7 +457,14 @@ class Simulation:
         self.peers = [Host(self, f"peer {n}", link) for n, link in enumerate(peers)]
         self.hosts = {host.name: host for host in [self.trainer, *self.peers]}
         for peer in self.peers:
-            self.after(self._rng.uniform(0.0, 0.1), peer.download)
+            self.after(self._rng.uniform(0.0, 0.1), self._start, peer)
+
+    def _start(self, peer: Host) -> None:
+        """It hears of the blob, or only later."""
+        if peer.starts_s > self.now_s:
+            self.after(peer.starts_s - self.now_s, self._start, peer)
+        else:
+            peer.download()
 
     def after(self, delay_s: float, act: Callable[..., None], *args: object) -> None:
         """Do it then."""
@@ -477,7 +485,7 @@ class Simulation:
 
     def _landed(self, transfer: _Transfer) -> None:
         transfer.stream.landing -= 1
-        if transfer.stream.open:
+        if transfer.stream.open and not transfer.stream.asker.frozen:
             transfer.act()
 
     def _arrive(
