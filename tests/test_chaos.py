@@ -193,8 +193,15 @@ async def test_b26_the_trainer_is_killed_once_a_copy_is_out(peers: Peers) -> Non
 # ---------------------------------------------------------------------- a source
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped", "throttled"])
-@pytest.mark.parametrize("mib", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fault", "mib"),
+    [
+        ("killed", 8),
+        ("throttled", 8),
+        pytest.param("stopped", 8, marks=pytest.mark.slow),
+        *(pytest.param(fault, 64, marks=pytest.mark.slow) for fault in ("killed", "stopped", "throttled")),
+    ],
+)
 async def test_b27_a_source_fails_half_way_and_the_other_one_finishes(peers: Peers, fault: str, mib: int) -> None:
     # Goal: nothing waits for it for long, nothing that was verified comes again; once it is well it is used again.
     asker, bad, good = await peers.get(3, failed_s=SOON_S)
@@ -227,7 +234,7 @@ async def test_b27_a_source_fails_half_way_and_the_other_one_finishes(peers: Pee
     assert (await count(asker))["refusals"] == {}
 
 
-@pytest.mark.parametrize("lie", ["a flipped bit", "an older blob"])
+@pytest.mark.parametrize("lie", ["a flipped bit", pytest.param("an older blob", marks=pytest.mark.slow)])
 async def test_b30_a_source_that_lies_is_counted_and_shunned(peers: Peers, lie: str) -> None:
     asker, liar, good = await peers.get(3, failed_s=SOON_S)
     older = await hold(4 * MIB, liar)
@@ -332,6 +339,7 @@ async def country(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cou
             yield Country(net, asker, near, far, machines[2])
 
 
+@pytest.mark.slow
 async def test_b27_the_cable_is_cut_and_the_source_on_this_side_finishes(country: Country) -> None:
     asker, near, far = country.asker, country.near, country.far
     await asker.do(do="renew", failed_s=FAILED_S)

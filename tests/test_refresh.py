@@ -294,6 +294,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_b35_a_peer_on_a_small_disk_stays_in_the_swarm_and_recovers(swarm: Swarm) -> None:
     # Goal: versions of 112 KB on a disk of 512 KB: more of them than fit pass by. Then somebody fills the disk: the
     # peer says how much it needs, stays at its version, and is back at the head when there is room again.

@@ -28,7 +28,14 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
     terminals.close()
 
 
-@pytest.mark.parametrize(("codec", "dtype"), [("auto", "bfloat16"), ("int4", "bfloat16"), ("raw", "float32")])
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("int4", "bfloat16"),
+        pytest.param("auto", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("raw", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_sequential_mode_equals_the_colocated_loop_exactly(
     terminals: Terminals, tmp_path: Path, codec: str, dtype: str
 ) -> None:
