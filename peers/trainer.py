@@ -347,19 +347,20 @@ class Trainer:
                         await self.node.exchange.fetch(hop.blob, partial(self._others, hop.version))
         except (TransportFault, PeerFault, OSError) as error:
             why = str(error) or f"not fetched within {MEND_S:g} s"
-            await self._warn_of_missing(f"v{chain.version}: {len(lost)} blobs are not whole in {blobs.folder} ({why})")
+            trouble = f"newcomers cannot fetch v{chain.version}: {len(lost)} blobs are not whole in {blobs.folder}"
+            await self._warn_of_missing(trouble, why)
 
-    async def _warn_of_missing(self, trouble: str) -> None:
+    async def _warn_of_missing(self, trouble: str, why: str) -> None:
         """The head cannot be had from us. ValueError if nothing will make up for that."""
         advice = "restore the folder from a copy, or start a peer that has the version"
         ended = await self.parts.record.end() is not None
         if self.learner.steps >= self.follower.manifest.max_steps and not ended:
-            raise ValueError(f"{trouble}, and no version follows: {advice}, or raise max_steps")
+            raise ValueError(f"{trouble}, and no version follows: {advice}, or raise max_steps ({why})")
         self.publisher.whole_next = True
         outlook = (
             "the run has ended" if ended else "the next version will be whole, but only who has this one leads to it"
         )
-        self.node.warn("missing blobs", f"{trouble}; newcomers cannot fetch it. {outlook.capitalize()}: {advice}")
+        self.node.warn("missing blobs", f"{trouble}; {outlook}: {advice} ({why})")
 
     def _others(self, version: int) -> list[str]:
         return [peer for peer in self.follower.neighbourhood.sources(version) if peer != self.node.peer_id]

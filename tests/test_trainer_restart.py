@@ -396,7 +396,7 @@ async def test_a_last_version_that_nobody_can_have_is_no_end(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "blobs")
     async with trainer(tmp_path, transfer=transfer, max_steps=2) as again:
         assert again.warnings == ["missing blobs"], "that the run has ended can be told all the same"
-        assert "The run has ended" in again.texts[0]
+        assert "; the run has ended: " in again.texts[0]
 
 
 async def test_who_has_not_got_the_head_is_told_of_when_rollouts_do_not_come(tmp_path: Path) -> None:
