@@ -45,8 +45,8 @@ SLOW_S = 60.0  # for one chunk, whatever drips: 4 KB/s, slower than any link wor
 GAIN = 0.2  # of the running means: about five chunks
 
 SEEDED_MIN = 2  # chunks an asker is offered and has not taken: one arrives, one is asked for
+SEEDED_GROWTH = 3  # chunks taken for each that it is offered more: who is quick needs more, who is slow keeps them
 SEEDED_MAX = 64  # 16 MiB: more than a fast link empties in a round trip
-SPREAD_CHUNKS = 2.0  # times of sending a chunk that it gets to spread among the askers before it is offered again
 PROMISE_S = 5.0  # an offer not taken for this long no longer keeps a chunk from others: 8 chunks at 3.4 Mbit/s
 TURN_S = 10.0  # the same for one that was asked for and waits for its turn: 24 askers' chunks at 20 Mbit/s
 SPARED_CHUNKS_MIN = 4  # blobs of fewer are not worth the wait: 1 MiB a peer
@@ -428,7 +428,7 @@ class Seeding:
             self._sent.append(0)
         self._sent[times] ^= chunk
         self._sent[times + 1] |= chunk
-        self._rest(index, now_s + SPREAD_CHUNKS * took_s)
+        self._rest(index, now_s + took_s)  # in which the asker passes it on
         known = self._askers.get(asker)
         if known is not None:
             known.taken += 1
@@ -439,7 +439,8 @@ class Seeding:
         self._wake(now_s)
         known = self._askers[asker]
         known.idle |= bool(known.promised & ~known.asked & ~self._resting)
-        missing = min(SEEDED_MAX, SEEDED_MIN + known.taken // 2) - (known.promised & self._resting).bit_count()
+        window = min(SEEDED_MAX, SEEDED_MIN + known.taken // SEEDED_GROWTH)
+        missing = window - (known.promised & self._resting).bit_count()
         while missing > 0 and (free := self._least_sent(~(known.offered | known.has | self._resting))):
             index = _by_lot(free, self._rng)
             known.offered |= 1 << index

@@ -25,10 +25,10 @@ from protocols.transfer import (
     LATE_MIN_S,
     LATE_UNKNOWN_S,
     PROMISE_S,
+    SEEDED_GROWTH,
     SEEDED_MAX,
     SEEDED_MIN,
     SLOW_S,
-    SPREAD_CHUNKS,
     STALL_S,
     WAIT_S,
     Arrived,
@@ -452,7 +452,7 @@ def test_who_takes_more_is_offered_more_up_to_a_bound() -> None:
         sent(seeding, "a", index, 0.0)
         taken.add(index)
         pending = len(offered(seeding, "a", 0.0) - taken)
-        assert pending == min(SEEDED_MAX, SEEDED_MIN + len(taken) // 2)
+        assert pending == min(SEEDED_MAX, SEEDED_MIN + len(taken) // SEEDED_GROWTH)
 
 
 def test_what_an_asker_has_is_not_offered_to_it() -> None:
@@ -469,9 +469,9 @@ def test_what_was_sent_is_left_to_the_askers_to_spread_for_a_while() -> None:
     assert offered(seeding, "a", 0.0) == {0}
     assert offered(seeding, "b", 0.0) == set()
     sent(seeding, "a", 0, now_s=1.0, took_s=0.5)
-    assert offered(seeding, "b", 1.0 + 0.9 * SPREAD_CHUNKS * 0.5) == set()
-    assert seeding.wakes_s() <= 1.0 + SPREAD_CHUNKS * 0.5
-    assert offered(seeding, "b", 1.0 + 1.1 * SPREAD_CHUNKS * 0.5) == {0}
+    assert offered(seeding, "b", 1.0 + 0.9 * 0.5) == set()
+    assert seeding.wakes_s() <= 1.0 + 0.5
+    assert offered(seeding, "b", 1.0 + 1.1 * 0.5) == {0}
 
 
 def test_a_promise_that_is_not_taken_does_not_last() -> None:
