@@ -19,6 +19,7 @@ from protocols.transfer import CHUNK_BYTES, blob_ref, chunk_hashes, to_bitmap
 from swarm.blobs import BlobStore
 from swarm.exchange import Exchange, Fetched
 from swarm.frames import BLOB_PROTOCOL, frame, read_frame
+from swarm.host import Host
 from tests.hosts import hosts, until
 
 pytestmark = pytest.mark.network
@@ -32,12 +33,20 @@ ALL = to_bitmap((1 << COUNT) - 1)
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
 
 
+async def link(one: Host, other: Host) -> None:
+    """Two that dial one another at the same moment may both hang up: then once more."""
+    try:
+        await one.connect(other.addresses[0], 10.0)
+    except TransportFault:
+        await one.connect(other.addresses[0], 10.0)
+
+
 @asynccontextmanager
 async def exchanges(folder: Path, count: int) -> AsyncIterator[list[Exchange]]:
     """Linked hosts with a blob store each; the first one asks, the second holds BLOB, the others are the test's."""
     async with hosts(folder, count) as linked:
         pairs = itertools.combinations(linked, 2)  # each with each: finding a way takes p2pd a moment
-        await asyncio.gather(*(one.connect(other.addresses[0], 10.0) for one, other in pairs))
+        await asyncio.gather(*(link(one, other) for one, other in pairs))
         made = [Exchange(host, BlobStore(folder / f"blobs{number}")) for number, host in enumerate(linked)]
         await made[1].start()
         made[1].blobs.put(BLOB)
@@ -141,7 +150,7 @@ async def test_b30_a_source_that_fails_is_left_for_the_others(tmp_path: Path, na
     source, reason, kept = CASES[name]
     async with exchanges(tmp_path, 3) as (asker, holder, bad):
         await bad.host.serve_stream(BLOB_PROTOCOL, source)
-        async with asyncio.timeout(6.0):
+        async with asyncio.timeout(20.0):
             with pytest.raises(TransportFault) as alone:
                 await fetch(asker, bad)
         assert alone.value.code == "no source"
@@ -149,7 +158,7 @@ async def test_b30_a_source_that_fails_is_left_for_the_others(tmp_path: Path, na
         assert set(asker.refusals) == (set() if reason is None else {reason})
 
         asker = Exchange(asker.host, asker.blobs)  # one that has not met the bad source yet
-        async with asyncio.timeout(6.0):
+        async with asyncio.timeout(20.0):
             fetched = await fetch(asker, bad, holder)
         assert fetched.blob == BLOB
         assert names(asker) == [REF.root.hex()]
@@ -205,7 +214,7 @@ async def test_b27_a_source_that_drips_is_overtaken(tmp_path: Path, monkeypatch:
 
     async with exchanges(tmp_path, 3) as (asker, holder, source):
         await source.host.serve_stream(BLOB_PROTOCOL, drips)
-        async with asyncio.timeout(6.0):
+        async with asyncio.timeout(20.0):
             fetched = await fetch(asker, source, holder)
         assert fetched.received == {holder.host.peer_id: len(BLOB)}
 
@@ -225,7 +234,7 @@ async def test_b27_a_source_that_only_drips_is_dropped_in_bounded_time(
 
     async with exchanges(tmp_path, 3) as (asker, _, source):
         await source.host.serve_stream(BLOB_PROTOCOL, drips)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(15.0):
             with pytest.raises(TransportFault, match=r"slow|not asked"):
                 await fetch(asker, source)
 
@@ -291,7 +300,7 @@ async def test_b30_a_damaged_file_is_not_served(tmp_path: Path, known: bool, dam
         path = holder.blobs.path(REF.root)
         whole = path.read_bytes()
         path.write_bytes(flipped(whole, CHUNK_BYTES + 5) if damage == "bit" else whole[: CHUNK_BYTES + 5])
-        async with asyncio.timeout(4.0):
+        async with asyncio.timeout(15.0):
             with pytest.raises(TransportFault, match="no source"):
                 await fetch(asker, holder)
         assert asker.refusals == {}, "an honest source does not lie because its disk does"
@@ -334,7 +343,7 @@ async def test_an_asker_has_one_stream_a_blob(tmp_path: Path) -> None:
             await read_frame(reader)
             streams.append(reader)
         await until(lambda: len(holder.uploads._streams) == 1)
-        async with asyncio.timeout(4.0):
+        async with asyncio.timeout(15.0):
             for reader in streams[:-1]:
                 assert await reader.read() == b""
 
@@ -350,7 +359,7 @@ async def test_who_takes_chunks_and_acknowledges_none_keeps_nobody_waiting(tmp_p
             writer.write(frame(ChunkAsk(0)))
             writers.append(writer)
         await until(lambda: holder.sent_bytes > 0)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(15.0):
             assert (await fetch(asker, holder)).blob == BLOB
         assert holder.sent_bytes <= len(BLOB) + 3 * CHUNK_BYTES, "and gets no more meanwhile"
 
@@ -428,7 +437,7 @@ async def test_an_asker_that_talks_nonsense_is_cut_off_and_counted(tmp_path: Pat
     async with exchanges(tmp_path, 2) as (asker, holder):
         reader, writer = await asker.host.open_stream(holder.host.peer_id, BLOB_PROTOCOL)
         writer.write(raw)
-        async with asyncio.timeout(4.0):
+        async with asyncio.timeout(15.0):
             while await reader.read(65536):
                 pass
         assert holder.host.refusals.total() == 1
