@@ -46,7 +46,7 @@ CHAIN_PAGE_MAX = 256  # announcements an answer; about 1 KB each
 METRICS_MAX = 32
 PAGE_ENVELOPES_MAX = 1024
 HASHES_BYTES_MAX = 32 * CHUNKS_MAX
-SOURCES_MAX = 4  # peers that an answer names as sources of the head; a fetch asks three
+SOURCES_MAX = 4  # peers that an answer names as sources of the head: a download asks them first, and others beside them
 STATUS_PEERS_MAX = 2048  # rows of a status, about 300 B each: well under a unary message
 
 
