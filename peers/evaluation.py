@@ -21,7 +21,7 @@ def evaluate(
     prompts = [model.tokenizer.encode(problem.prompt) for problem in problems]
     answers = engine.greedy(prompts, manifest.sampling.max_new_tokens)
     scores = [
-        environment.score(problem, model.tokenizer.decode(answer))
+        environment.score(problem, model.tokenizer.decode(answer.token_ids))
         for problem, answer in zip(problems, answers, strict=True)
     ]
     rewards = [score.reward for score in scores if isinstance(score, Scored)]

@@ -1,11 +1,12 @@
 """What every generation engine promises, whatever machine it runs on.
 
-    engine = transformers_engine.TransformersEngine(model, config)
-    engine.load_adapter(version, adapter)         # replaces the version before it
-    groups = engine.generate(prompts, sampling, seed)
+    engine.load_adapter(version, adapter)          # any thread, at any time
+    made = engine.generate(prompts, sampling, seed)  # up to `engine.calls` at once, each on its own thread
+    made.version, made.adapter                     # under which every token of it was sampled
 
-An engine is synchronous and runs off the event loop (a worker thread). Its log-probabilities are
-those of what was really sampled: temperature applied, over the full vocabulary, float32.
+A call generates under the version that was the newest when it began, to its end: a version that comes meanwhile is
+for the calls after it. Engines are synchronous and run off the event loop. Their log-probabilities are those of
+what was really sampled: temperature applied, over the full vocabulary, natural log, float32.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Literal, Protocol
 
 from protocols.adapters import Adapter
 from protocols.messages import Sampling
+
+NAMES = ("transformers", "vllm", "mlx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,48 @@ class Completion:
     finish: Literal["stop", "length"]
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one call made, all of it under one adapter."""
+
+    version: int
+    adapter: bytes
+    """`adapter_digest` of what the engine really applied: computed from the tensors that it was handed."""
+    groups: list[list[Completion]]
+    """For each prompt, in order, `group_size` completions."""
+
+
 class Engine(Protocol):
-    """A loaded base model that generates under one adapter at a time."""
+    """A loaded base model."""
 
     name: str
+    """One of NAMES."""
     device: str
+    """Where it computes: cpu, cuda, mps, or what the machine calls its accelerator."""
+    dtype: str
+    """What it computes in: float32, bfloat16 or float16."""
+    calls: int
+    """Calls of `generate` that may run at once."""
 
     def load_adapter(self, version: int, adapter: Adapter) -> None:
-        """Generate with this adapter from now on. Raises PeerFault if it does not fit the model exactly."""
+        """Calls that begin from now on generate with this adapter.
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
-        """`sampling.group_size` completions for each prompt; the same seed gives the same completions."""
+        Raises PeerFault, and keeps the one before, unless names, shapes and values are exactly right for the model:
+        every module of the run's LoRA targets, no other.
+        """
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Generation:
+        """`sampling.group_size` completions for each prompt; the same seed gives the same completions.
+
+        Raises ValueError for an empty prompt or before the first adapter, PeerFault for an adapter under which
+        nothing can be sampled, CancelledError after `stop`.
+        """
+
+    def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
+        """The likeliest continuation of each prompt, token by token, with log-probabilities at temperature 1."""
 
     def stop(self) -> None:
         """From any thread, for good: what is being generated raises CancelledError at its next token."""
+
+    def close(self) -> None:
+        """Give back memory and end processes, once no call is under way; after that nothing may be called."""

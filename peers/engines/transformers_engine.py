@@ -6,7 +6,8 @@
 The loop is our own because `generate` warps logits by default settings of the checkpoint, and a
 log-probability that is not that of the distribution sampled from silently biases training. The adapter is
 merged into a copy of the weights it touches, always from the untouched base, so generation costs what the
-bare model costs and no version leaves a trace in the next.
+bare model costs and no version leaves a trace in the next. A version that comes while a call generates is checked
+and laid aside at once; the next call merges it before its first token.
 """
 
 import copy
@@ -15,16 +16,17 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from peers.engines import Completion
+from peers.engines import Completion, Generation
 from peers.models.base import BaseModel
-from peers.models.lora import attach_lora, lora_parameters, write_adapter
-from protocols.adapters import Adapter
+from peers.models.lora import adapter_values, attach_lora, lora_parameters
+from protocols.adapters import Adapter, adapter_digest
 from protocols.faults import PeerFault
 from protocols.manifest import LoraSpec
 from protocols.messages import Sampling
@@ -38,56 +40,81 @@ ROWS_MAX = 256
 _INIT_SEED = 0  # which A stands there before the first adapter is loaded does not matter: B is 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """An adapter that fits, on the device."""
+
+    version: int
+    adapter: bytes
+    matrices: dict[str, torch.Tensor]
+
+
 class TransformersEngine:
-    """One base model under one adapter at a time; not thread-safe."""
+    """See the module's docstring. One call of `generate` or `greedy` at a time."""
 
     name = "transformers"
+    calls = 1
 
     def __init__(self, model: BaseModel, lora: LoraSpec, device: str = "cpu") -> None:
         """Moves the model to the device. Raises ValueError for LoRA targets that the model has not."""
         self.device = device
-        self.version: int | None = None
         self._stopped = threading.Event()
         self._tokenizer = model.tokenizer
         self._scale = lora.alpha / lora.r
         self._base = model.module
         self._base.to(device).eval()
+        self.dtype = str(next(self._base.parameters()).dtype).removeprefix("torch.")
         self._lora = attach_lora(self._base, lora, seed=_INIT_SEED)
         self._merged = _weight_sharing_copy(self._base)
         self._paths = [name.removesuffix(".lora_A") for name in lora_parameters(self._lora) if name.endswith("A")]
         for path in self._paths:
             linear = _linear(self._merged, path)
             linear.weight = nn.Parameter(linear.weight.clone(), requires_grad=False)
+        self._newest: _Version | None = None
+        self._current: _Version | None = None
+
+    def load_adapter(self, version: int, adapter: Adapter) -> None:
+        """Calls that begin from now on generate with it. Raises PeerFault, and keeps the one before, if it does not
+        fit."""
+        matrices = {name: values.to(self.device) for name, values in adapter_values(self._lora, adapter).items()}
+        self._newest = _Version(version, adapter_digest(adapter), matrices)
 
     @torch.no_grad()
-    def load_adapter(self, version: int, adapter: Adapter) -> None:
-        """Generate with this adapter from now on. Raises PeerFault, and keeps the old one, if it does not fit."""
-        write_adapter(self._lora, adapter)
-        matrices = lora_parameters(self._lora)
-        for path in self._paths:
-            delta = matrices[f"{path}.lora_B"] @ matrices[f"{path}.lora_A"] * self._scale
-            base = _linear(self._base, path).weight
-            _linear(self._merged, path).weight.copy_(base + delta.to(base.dtype))
-        self.version = version
+    def _begin(self) -> _Version:
+        """The newest version, merged. Raises ValueError before the first."""
+        newest = self._newest
+        if newest is None:
+            raise ValueError("no adapter is loaded")
+        if newest is not self._current:
+            self._current = None
+            for path in self._paths:
+                delta = newest.matrices[f"{path}.lora_B"] @ newest.matrices[f"{path}.lora_A"] * self._scale
+                base = _linear(self._base, path).weight
+                _linear(self._merged, path).weight.copy_(base + delta.to(base.dtype))
+            self._current = newest
+        return newest
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Generation:
         """`sampling.group_size` completions for each prompt; the same seed gives the same on the same machine.
 
         Prompts are answered in batches of at most ROWS_MAX rows. Raises ValueError for an empty prompt.
         """
+        begun = self._begin()
         generator = torch.Generator(device=self.device).manual_seed(seed)
         size = sampling.group_size
         rows = []
         for batch in _batches(prompts, max(1, ROWS_MAX // size)):
             rows += self._decode(batch, size, sampling.max_new_tokens, sampling.temperature, generator)
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        return Generation(begun.version, begun.adapter, groups)
 
-    def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[int, ...]]:
-        """The likeliest continuation of each prompt, token by token; for evaluation."""
+    def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
+        """The likeliest continuation of each prompt, token by token."""
+        self._begin()
         rows = []
         for batch in _batches(prompts, ROWS_MAX):
             rows += self._decode(batch, 1, max_new_tokens, temperature=1.0, generator=None)
-        return [row.token_ids for row in rows]
+        return rows
 
     def _decode(
         self,
@@ -112,6 +139,9 @@ class TransformersEngine:
         A process that was told to go cannot wait for minutes of generation (case B92).
         """
         self._stopped.set()
+
+    def close(self) -> None:
+        """Nothing to end: the weights go with the engine."""
 
 
 class _Draw:

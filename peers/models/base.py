@@ -1,12 +1,11 @@
-"""A base model with what the rest needs to know about its vocabulary."""
+"""A base model: its files on this disk, its vocabulary, and, for who computes with torch, its weights."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -28,32 +27,26 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A base model as it lies on this disk, in the Hugging Face format: what every engine loads for itself."""
+
+    name: str
+    """As the manifest names it."""
+    folder: Path
+    """Holds `config.json` and the weights as safetensors."""
+    digest: bytes
+    """SHA-256 of the weights (peers/models/find.py), 32 bytes."""
+    config: Mapping[str, Any] = field(repr=False)
+    """`config.json`."""
+    tokenizer: Tokenizer = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Weights that never change during a run."""
+    """The weights in memory, in float32. They never change during a run."""
 
     name: str
     module: "PreTrainedModel" = field(repr=False)
     tokenizer: Tokenizer
     digest: bytes
-    """`weights_digest` of the module."""
-
-
-def weights_digest(state: "Mapping[str, torch.Tensor]") -> bytes:
-    """SHA-256 over tensors by sorted name: name, dtype, shape, bytes; 32 bytes.
-
-    Of tensors that share their memory (tied weights) only the first name counts.
-    """
-    import torch
-
-    digest = hashlib.sha256(b"echo-swarm/1/weights")
-    seen: set[tuple[int, torch.Size]] = set()
-    for name in sorted(state):
-        tensor = state[name]
-        place = (tensor.data_ptr(), tensor.shape)
-        if place in seen:
-            continue
-        seen.add(place)
-        shape = ",".join(map(str, tensor.shape))
-        digest.update(f"{name}\0{tensor.dtype}\0{shape}\0".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
+    """Of the files it was loaded from."""

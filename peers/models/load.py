@@ -1,78 +1,49 @@
-"""From a model's name to a model: `builtin`, a Hugging Face name, or a folder in its format.
+"""From a model's files to torch: weights in float32, so that digests, log-probabilities and an adapter's small steps
+are the same on every machine."""
 
-Weights are read from safetensors only (a pickled checkpoint can run code) and in float32: the digest
-and the log-probabilities must be the same on every machine, and an adapter's steps are too small for bfloat16.
-"""
-
-import urllib.error
-import urllib.request
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.models.base import BaseModel, weights_digest
+from peers.models.base import BaseModel, ModelFiles
+from peers.models.find import BUILTIN, find_model, first_line, ids_of
 
-BUILTIN = Path(__file__).parent / "builtin"
-HUB_TIMEOUT_S = 5.0  # a guess: a slow link answers in one
+__all__ = ["BUILTIN", "load_model", "load_weights", "read_tokenizer"]
 
 
 def load_model(name: str) -> BaseModel:
     """The named model on the CPU, in evaluation mode. Raises ValueError, in one line, when it cannot be had."""
-    return _load_builtin() if name == "builtin" else _load_hugging_face(name)
+    return load_weights(find_model(name))
 
 
-def _load_builtin() -> BaseModel:
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from peers.models.characters import CharacterTokenizer
-
-    module = LlamaForCausalLM(LlamaConfig.from_json_file(BUILTIN / "config.json"))
-    module.load_state_dict(load_file(BUILTIN / "model.safetensors"))
-    return BaseModel("builtin", module.eval(), CharacterTokenizer(), weights_digest(module.state_dict()))
-
-
-def _load_hugging_face(name: str) -> BaseModel:
-    """From the folder or the local cache where possible: no network, and no newer revision by surprise."""
-    from safetensors import SafetensorError
-
-    try:
-        try:
-            tokenizer, module = _read(name, local_files_only=True)
-        except OSError:
-            if Path(name).exists():
-                raise
-            if name.startswith((".", "/", "~")):
-                raise OSError("there is no such folder") from None
-            _require_hub()
-            tokenizer, module = _read(name, local_files_only=False)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"no model {name!r} (`builtin`, a Hugging Face name or a folder): {reason[:200]}") from error
-    tokens = HuggingFaceTokenizer(tokenizer, _eos_ids(module, tokenizer), module.config.vocab_size)
-    return BaseModel(name, module.eval(), tokens, weights_digest(module.state_dict()))
-
-
-def _read(name: str, local_files_only: bool) -> tuple[Any, Any]:
+def load_weights(files: ModelFiles) -> BaseModel:
+    """Its weights on the CPU, in evaluation mode. Raises ValueError, in one line, for files that do not load."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
 
-    options = {"trust_remote_code": False, "local_files_only": local_files_only}
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True, **options)
-    return tokenizer, module
+    options = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    try:
+        module = AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"no model {files.name!r}: {first_line(error)}") from error
+    return BaseModel(files.name, module.eval(), files.tokenizer, files.digest)
 
 
-def _require_hub() -> None:
-    """Raises OSError at once where the hub cannot be reached; its own client would retry for most of a minute."""
-    from huggingface_hub.constants import ENDPOINT
+def read_tokenizer(name: str, folder: Path) -> "HuggingFaceTokenizer":
+    """The tokenizer beside the weights. Raises ValueError, in one line."""
+    from transformers import AutoTokenizer
 
     try:
-        urllib.request.urlopen(ENDPOINT, timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        pass  # it answers
-    except OSError as error:
-        raise OSError(f"it is not on this machine, and {ENDPOINT} cannot be reached") from error
+        config = json.loads((folder / "config.json").read_text())
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"no model {name!r}: {first_line(error)}") from error
+    generation = folder / "generation_config.json"
+    listed = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    eos_ids = ids_of(listed, config.get("eos_token_id"), tokenizer.eos_token_id)
+    return HuggingFaceTokenizer(tokenizer, eos_ids, config["vocab_size"])
 
 
 class HuggingFaceTokenizer:
@@ -95,9 +66,15 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _eos_ids(module: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a completion: instruction models list several in `generation_config`."""
-    found: set[int] = set()
-    for ids in (module.generation_config.eos_token_id, module.config.eos_token_id, tokenizer.eos_token_id):
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return frozenset(found)
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model, dequantised to float32, and its tokenizer in the Hugging Face format."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    config = GgufConfig(dequantize=True)
+    module = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, dtype=torch.float32, quantization_config=config, **options
+    )
+    module.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(folder)

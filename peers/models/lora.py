@@ -80,17 +80,21 @@ def to_adapter(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write_adapter(peft_model: PeftModel, adapter: Adapter) -> None:
-    """Replace the whole adapter. Tensors are F32 or BF16; the latter are widened, which is exact.
-
-    Names and shapes must be exactly the model's and every value finite; otherwise raises
-    PeerFault("adapter does not fit") and nothing has changed.
-    """
-    parameters = lora_parameters(peft_model)
-    if adapter.keys() != parameters.keys():
-        raise PeerFault("adapter does not fit", _name_difference(set(adapter), set(parameters)))
-    values = {name: _values(name, adapter[name], tuple(p.shape)) for name, p in parameters.items()}
-    for name, parameter in parameters.items():
+    """Replace the whole adapter. Raises PeerFault, and has then changed nothing, as `adapter_values` does."""
+    values = adapter_values(peft_model, adapter)
+    for name, parameter in lora_parameters(peft_model).items():
         parameter.copy_(values[name])
+
+
+def adapter_values(peft_model: PeftModel, adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The adapter's matrices in float32, by name. Tensors are F32 or BF16; the latter are widened, which is exact.
+
+    Names and shapes must be exactly the model's and every value finite, otherwise PeerFault("adapter does not fit").
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in lora_parameters(peft_model).items()}
+    if adapter.keys() != shapes.keys():
+        raise PeerFault("adapter does not fit", _name_difference(set(adapter), set(shapes)))
+    return {name: _values(name, adapter[name], shape) for name, shape in shapes.items()}
 
 
 def _values(name: str, tensor: Tensor, shape: tuple[int, ...]) -> torch.Tensor:
