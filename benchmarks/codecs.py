@@ -23,7 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from benchmarks.figures import Figure, machine, median, table
-from bootstrap.config import DEMO_ENVIRONMENT
+from bootstrap.demos import DEMOS
 from peers.environments import Environment, Problem, Scored
 from protocols.adapters import Adapter, Tensor, adapter_digest, encode_adapter
 from protocols.codecs import CODECS, decode_delta, encode_delta, rounded, widened
@@ -59,7 +59,7 @@ class Digits:
 
 def builtin_loop() -> Colocated:
     """The demo: its manifest's defaults."""
-    return Colocated(manifest(environment=DEMO_ENVIRONMENT), TRAINER_ID, 0, LearningSpec().batch_groups)
+    return Colocated(manifest(environment=DEMOS["builtin"].environment), TRAINER_ID, 0, LearningSpec().batch_groups)
 
 
 def smollm2_loop(folder: Path) -> Colocated:
@@ -68,7 +68,7 @@ def smollm2_loop(folder: Path) -> Colocated:
     learning = LearningSpec(learning_rate=1e-4, batch_groups=4, mask_truncated=False)
     changes = {
         "model": ModelSpec(name=str(folder)),
-        "environment": DEMO_ENVIRONMENT,
+        "environment": DEMOS["builtin"].environment,
         "sampling": Sampling(group_size=4, max_new_tokens=12),
         "lora": LoraSpec(r=16, alpha=32.0, targets=SMOLLM2_TARGETS),
         "learning": learning,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import machine
-from bootstrap.config import DEMO_ENVIRONMENT
+from bootstrap.demos import DEMOS
 from bootstrap.view import size
 from peers.evaluation import evaluate
 from peers.models.load import load_model
@@ -60,7 +60,7 @@ def train(transfer: TransferSpec, seed: int) -> Trained:
         trainers=(PRODUCER,),
         seed=seed,
         model=ModelSpec(name="builtin"),
-        environment=DEMO_ENVIRONMENT,
+        environment=DEMOS["builtin"].environment,
         transfer=transfer,
     )
     loop = Colocated(manifest, PRODUCER, 0, manifest.learning.batch_groups)

@@ -30,13 +30,6 @@ from protocols.manifest import (
 )
 from protocols.messages import Count, PeerId, Sampling
 
-# What `swarm init` and `swarm sim` begin with: sums that the built-in model half knows (peers/models/train_builtin.py).
-DEMO_ENVIRONMENT = EnvironmentSpec(
-    name="chain_sum",
-    prompt="{expression}=",
-    params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1},
-)
-
 _ENVELOPE_BYTES = 128  # sender, signature and MessagePack heads around a manifest: 104
 
 
@@ -132,11 +125,6 @@ def decode_config(text: str | bytes, source: str) -> RunConfig:
 def load_config(path: Path) -> RunConfig:
     """Read `run.toml`. Raises ValueError as `decode_config` does, OSError when the file cannot be read."""
     return decode_config(path.read_bytes(), str(path))
-
-
-def environment_spec(name: str) -> EnvironmentSpec:
-    """The section for an environment given by name alone; for the demo's, the demo's."""
-    return DEMO_ENVIRONMENT if name == DEMO_ENVIRONMENT.name else EnvironmentSpec(name=name)
 
 
 def to_manifest(

@@ -30,12 +30,12 @@ from bootstrap.home import KEY_FILE, METRICS_FILE, home_of
 DEFAULT_PORT = 31415  # of bootstrap peers, so that a restarted one has the address it had; below the ephemeral ports
 DEFAULT_PEERS = 2
 PEERS_MAX = 64  # a guess: each is a Python process of some 500 MB
-DEFAULT_STEPS = 60  # of a simulation: the reward has clearly risen by then, in a minute on two cores
-ENGINES, ENGINES_TO_COME = ("auto", "transformers"), ("vllm", "mlx")
+ENGINES = ("auto", "transformers", "vllm", "mlx")
 WATCH_S = 2.0  # a beat: nothing changes faster
 WATCH_MIN_S, WATCH_MAX_S = 0.5, 3600.0  # an answer of a large run is half a megabyte; longer than an hour is `sleep`
 TERMINATED = 143  # a simulation told to stop has not done what it was asked for; a peer told to stop has
 BOOTSTRAPS_MAX = 8  # a guess: the election of a simulation has seen enough failures by then
+DEVICES = ("auto", "cpu", "cuda", "mps")
 MODES, STALE = ("async", "sequential", "auto"), ("drop", "downweight")
 CODECS = ("auto", "raw", "xor", "ulps", "int8", "int4")
 
@@ -86,15 +86,8 @@ Announce = Annotated[
     list[str] | None,
     typer.Option("--announce", metavar="MULTIADDR", help="Address to tell others, such as a forwarded port."),
 ]
+Model = Annotated[str, typer.Option(help="builtin, smollm2, a Hugging Face name, or a folder.")]
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="As `swarm init` wrote it.", show_default=False)]
-
-
-def _check_engines(engines: Sequence[str]) -> None:
-    for engine in engines:
-        if engine in ENGINES_TO_COME:
-            raise ValueError(f"engine {engine!r} comes later: use auto or transformers")
-        if engine not in ENGINES:
-            raise ValueError(f"there is no engine {engine!r}: use auto or transformers")
 
 
 def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:
@@ -164,6 +157,7 @@ def init(
     ctx: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder for the run; made if missing.")],
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="that of the folder")] = None,
+    model: Model = "builtin",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",
     as_json: Json = False,
     debug: Debug = False,
@@ -175,18 +169,14 @@ def init(
         swarm init sums --name sums
     """
     common = _merged(ctx, None, as_json, debug)
-    from bootstrap.config import RunConfig, environment_spec
+    from bootstrap.demos import starting_config
     from bootstrap.folder import create_run
     from peers.environments.load import load_environment
 
+    named = name or folder.absolute().name.lower().replace("_", "-").replace(" ", "-")
+    template = starting_config(named, model, environment)
     if ":" not in environment:
-        load_environment(environment_spec(environment))  # a typo is told here, not at the start of the trainer
-
-    template = RunConfig(
-        name=name or folder.absolute().name.lower().replace("_", "-").replace(" ", "-"),
-        trainers=(),
-        environment=environment_spec(environment),
-    )
+        load_environment(template.environment)  # a typo is told here, not at the start of the trainer
     run = create_run(folder, template)
     if common.json:
         _print_json({"run": run.run, "config": str(run.config_path), "owner_key": str(run.owner.path)})
@@ -318,7 +308,16 @@ def join(  # noqa: PLR0913
     invite: Annotated[
         str, typer.Argument(metavar="INVITE", help="'<address>#<run id>', in quotes.", show_default=False)
     ],
-    engine: Annotated[str, typer.Option(help="What generates: auto or transformers.")] = "auto",
+    engine: Annotated[str, typer.Option(help="What generates: auto, transformers, vllm or mlx.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where: auto, cpu, cuda or mps.")] = "auto",
+    memory: Annotated[
+        float | None,
+        typer.Option("--memory", metavar="GIB", help="Memory to use at most.", show_default="what is free"),
+    ] = None,
+    adapter_slots: Annotated[
+        int | None,
+        typer.Option("--adapter-slots", min=1, help="Versions that vLLM holds at once.", show_default="as needed"),
+    ] = None,
     allow_code: Annotated[
         list[str] | None,
         typer.Option("--allow-code", metavar="NAME", help="Run this code of the run's owner, `module:function`."),
@@ -342,7 +341,10 @@ def join(  # noqa: PLR0913
     from bootstrap.invite import parse_invite
 
     invited = parse_invite(invite)
-    _check_engines((engine,))
+    _check_choice("engine", engine, ENGINES)
+    _check_choice("device", device, DEVICES)
+    if memory is not None and not 0 < memory < 2**20:
+        raise ValueError(f"--memory {memory:g}: give the GiB that may be used")
     where, announced = _listen_addresses(listen, host, port), _own_addresses(announce)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported, which is later
@@ -354,6 +356,8 @@ def join(  # noqa: PLR0913
     def on_ready(_: Sequence[str]) -> None:
         typer.echo(f"joined {invited.run}; Ctrl-C leaves", err=common.json)
 
+    from peers.engines.choose import EngineOptions
+
     from peers.inference import InferenceOptions, run_inference
 
     options = InferenceOptions(
@@ -362,7 +366,12 @@ def join(  # noqa: PLR0913
         bootstrap=invited.addresses,
         listen=where,
         announce=announced,
-        engine=engine,
+        engine=EngineOptions(
+            engine=engine,
+            device=device,
+            adapter_slots=adapter_slots,
+            memory_bytes=None if memory is None else round(memory * 2**30),
+        ),
         allow_code=frozenset(allow_code or ()),
     )
     _run_watched(lambda: run_inference(options, on_ready), home, common, steps=None)
@@ -372,7 +381,9 @@ def join(  # noqa: PLR0913
 def sim(  # noqa: PLR0913
     ctx: typer.Context,
     peers: Annotated[int, typer.Option(min=1, max=PEERS_MAX, help="Inference peers.")] = DEFAULT_PEERS,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT_STEPS,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps.", show_default="60; with smollm2 30")
+    ] = None,
     bootstraps: Annotated[int, typer.Option(min=1, max=BOOTSTRAPS_MAX, help="Bootstrap peers.")] = 1,
     mode: Annotated[str, typer.Option(help="When peers generate: async, sequential or auto.")] = "async",
     max_lag: Annotated[int, typer.Option("--max-lag", min=0, help="The staleness bound.")] = 4,
@@ -384,7 +395,7 @@ def sim(  # noqa: PLR0913
         str, typer.Option(help="drop what is over the bound only, or also downweight what is within it by its age.")
     ] = "drop",
     codec: Annotated[str, typer.Option(help="How versions travel: auto, raw, xor, ulps, int8 or int4.")] = "auto",
-    model: Annotated[str, typer.Option(help="builtin, a Hugging Face name, or a folder.")] = "builtin",
+    model: Model = "builtin",
     engine: Annotated[str, typer.Option(metavar="E[,E]", help="Engines of the inference peers, in turn.")] = "auto",
     environment: Annotated[str, typer.Option(help="A reasoning-gym task, or module:function.")] = "chain_sum",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Decides the problems.")] = 0,
@@ -403,26 +414,26 @@ def sim(  # noqa: PLR0913
         swarm sim
 
         swarm sim --peers 3 --steps 100 --max-lag 2 --report report.json
+
+        swarm sim --model smollm2 --engine transformers,mlx
     """
     common = _merged(ctx, home, as_json, debug)
     _check_choice("mode", mode, MODES)
     _check_choice("stale", stale, STALE)
     _check_choice("codec", codec, CODECS)
-    _check_engines(engine.split(","))
+    for each in engine.split(","):
+        _check_choice("engine", each, ENGINES)
     if report is not None and not report.absolute().parent.is_dir():
         raise ValueError(f"{report}: its folder does not exist")
-    from bootstrap.config import ModelSection, RunConfig, environment_spec
+    from bootstrap.demos import demo_steps, starting_config
     from bootstrap.sim import SimOptions
     from protocols.manifest import CoordinationSpec, TransferSpec
 
-    config = RunConfig(
-        name="sim",
-        trainers=(),
+    config = msgspec.structs.replace(
+        starting_config("sim", model, environment),
         seed=seed,
         max_lag=max_lag,
-        max_steps=steps,
-        model=ModelSection(name=model),
-        environment=environment_spec(environment),
+        max_steps=demo_steps(model) if steps is None else steps,
         coordination=CoordinationSpec(mode=mode, refresh_gap=refresh_gap, depth=depth, stale=stale),
         transfer=TransferSpec(codec=codec),
     )

@@ -2,15 +2,15 @@
 
     chain head --Adapters--> adapter --> engine --gate 1--> groups --> outbox (disk) --push--> receipt
 
-Three loops: one keeps the adapter at the head (swarm/adapters.py), one generates (the engine on its own thread, so
-the event loop keeps answering), one pushes. A group is on disk before it is sent, and its counter is never used again.
+Four kinds of loop: one keeps the adapter at the head (swarm/adapters.py), one hands it to the engine, as many as the
+engine takes calls generate (on threads, so the event loop keeps answering), one pushes. A version is loaded while calls
+are under way; they end under theirs. A group is on disk before it is sent, and its counter is never used again.
 How many groups it may begin, the coordinator's credit says, or the trainer's call for a round. Without a
 coordinator, or when the trainer waits and the coordinator grants nothing, the peer paces itself by the head and
 the queue it knows (DESIGN section 9).
 """
 
 import asyncio
-import hashlib
 import importlib
 import logging
 import os
@@ -19,16 +19,16 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import psutil
 
-from peers.engines import Completion
-from peers.environments import Problem, Scored
-from peers.environments.split import training_problem
+from peers.engines import Engine
+from peers.engines.choose import EngineOptions
+from peers.generation import GroupMaker, Made
 from peers.rounds import RoundWork
 from protocols.codecs import CODECS
 from protocols.delivery import Outbox
@@ -51,7 +51,6 @@ from protocols.messages import (
     RoundReply,
 )
 from protocols.presence import BEAT_S, SILENT_S
-from protocols.rollouts import pack_floats, pack_ids
 from protocols.staleness import lag, room
 from swarm.adapters import Adapters, NoRoom, Obtained
 from swarm.node import Node, NodeConfig, now_ms, running
@@ -86,7 +85,7 @@ class InferenceOptions:
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
-    engine: str = "auto"
+    engine: EngineOptions = field(default_factory=EngineOptions)
     allow_code: frozenset[str] = frozenset()
     patience_s: float = PATIENCE_S
     """How long to stay without a word of a trainer (case B43)."""
@@ -98,6 +97,15 @@ class Loaded:
 
     version: int
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the engine that is under way."""
+
+    num_groups: int
+    version: int
+    """The version that was loaded when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,7 @@ async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]
         loops = {
             "hear": peer.hear,
             "fetch": peer.fetch,
+            "load": peer.load,
             "downloads": peer.show_downloads,
             "generate": peer.generate,
             "push": peer.push,
@@ -148,8 +157,10 @@ class InferencePeer:
         self.work = RoundWork()
         self.started = 0
         """Groups begun in this session: what credits are counted in."""
-        self.in_flight = 0
+        self.under_way: dict[int, Call] = {}
+        """Calls that the engine works at, by their first counter."""
         self.busy_s = 0.0
+        """How long at least one call was under way."""
         self.opened_s = time.monotonic()
         self.pushed_bytes = 0
         self._store: PeerStore
@@ -157,7 +168,7 @@ class InferencePeer:
         self.storage = True
         """False: the disk is full, and the version stays what it is."""
         self._offered: Obtained | None = None
-        """To be handed to the engine between two calls."""
+        """To be handed to the engine."""
         self._heard: dict[int, Heard] = {}
         """Versions newer than the one that is loaded."""
         self._heard_upto = -1
@@ -168,7 +179,12 @@ class InferencePeer:
         self._call_s = 0.0
         self._to_push = asyncio.Event()
         self._waking: set[asyncio.Task[None]] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._calls: ThreadPoolExecutor
+        self._kept = asyncio.Event()
+        """Set when the groups of the call that began last are in the outbox, and all before them."""
+        self._kept.set()
+        self._busy_since_s = 0.0
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -203,26 +219,20 @@ class InferencePeer:
             self.node.warn("run ended", f"run {manifest.run} has ended at version {self.follower.chain.version}")
 
     def _load(self, manifest: Manifest) -> None:
+        from peers.engines.choose import make_engine
         from peers.engines.measure import measure_tokens_per_s
-        from peers.engines.transformers_engine import TransformersEngine
         from peers.environments.load import load_environment
-        from peers.models.load import load_model
+        from peers.models.find import check_model, find_model
+        from peers.prompts import Prompts
 
-        if self.options.engine not in ("auto", "transformers"):
-            raise ValueError(f"engine {self.options.engine!r} is not there yet: use auto or transformers")
-        self.environment = load_environment(manifest.environment, self.options.allow_code)
-        self.model = load_model(manifest.model.name)
-        if manifest.model.digest is not None and self.model.digest != manifest.model.digest:
-            raise ValueError(
-                f"model {manifest.model.name}: this machine's weights are {self.model.digest.hex()[:16]}..., "
-                f"the run's are {manifest.model.digest.hex()[:16]}...; get the run's revision"
-            )
-        self.engine = TransformersEngine(self.model, manifest.lora)
-        prompts = [self.model.tokenizer.encode(self._problem(counter).prompt) for counter in range(8)]
-        self.tokens_per_s = measure_tokens_per_s(self.engine, prompts, manifest.sampling)
-
-    def _problem(self, counter: int) -> Problem:
-        return training_problem(self.environment, self.follower.manifest.seed, self.node.peer_id, counter)
+        environment = load_environment(manifest.environment, self.options.allow_code)
+        files = find_model(manifest.model.name, manifest.model.revision)
+        check_model(files, manifest.model)
+        prompts = Prompts(files.tokenizer, manifest.environment, files.name)
+        self.maker = GroupMaker(manifest, self.node.peer_id, environment, files.tokenizer, prompts)
+        self.engine: Engine = make_engine(self.options.engine, files, manifest)
+        self._calls = ThreadPoolExecutor(self.engine.calls, thread_name_prefix="engine")
+        self.tokens_per_s = measure_tokens_per_s(self.engine, [self.maker.prompt(each) for each in range(8)], manifest)
 
     # ------------------------------------------------------------------ policy
 
@@ -299,8 +309,14 @@ class InferencePeer:
             self.storage = storage
             self.follower.neighbourhood.capacity_changed()
 
-    async def _take_offered(self) -> None:
-        """Between two generation calls: hand the fetched adapter to the engine."""
+    async def load(self) -> None:
+        """Hand each version that is fetched to the engine, whatever it is generating."""
+        while True:
+            async with self.follower.changed:
+                await self.follower.changed.wait_for(lambda: self._offered is not None)
+            await self._load_offered()
+
+    async def _load_offered(self) -> None:
         if self._offered is None:
             return
         offered, self._offered = self._offered, None
@@ -314,6 +330,7 @@ class InferencePeer:
         self.loaded = loaded
         self.follower.heartbeats.hurry()
         self._tell_loaded(offered, started_s, Heard(now_ms(), time.monotonic()))
+        await self.follower.notify()
 
     def _tell_loaded(self, obtained: Obtained, started_s: float, ready: Heard) -> None:
         """The event of a version that is loaded: what it took, and when it was heard of and ready."""
@@ -355,50 +372,68 @@ class InferencePeer:
     def _distrust(self, loaded: Loaded, fault: PeerFault) -> None:
         """A version that cannot be generated with: not tried again, the next one will be."""
         self.node.warn("bad adapter", f"v{loaded.version}: {fault}; waiting for the next version")
-        self.loaded = Loaded(loaded.version, b"")
 
     # ------------------------------------------------------------------ generation
 
     async def generate(self) -> None:
-        """Group after group, as far ahead of the trainer as the pipeline is deep."""
+        """As many calls at once as the engine takes, as far ahead of the trainer as the pipeline is deep."""
+        never = asyncio.Event()
+        await run_loops({f"call {n}": self._call_after_call for n in range(self.engine.calls)}, never)
+
+    async def _call_after_call(self) -> None:
         while True:
             await self._until_allowed()
-            await self._take_offered()
             num_groups = min(self._call_groups, self._room())
             if self.loaded is None or num_groups < 1:
                 continue
-            self._next_counter = max(self._next_counter, self.follower.heartbeats.next_counter)
-            counters = range(self._next_counter, self._next_counter + num_groups)
-            groups = await self._generate(counters, self.loaded)
-            if groups is not None:
-                await self._keep(groups)
-            self.in_flight = 0
+            before, self._kept = self._kept, asyncio.Event()
+            kept = self._kept
+            made = await self._generate(self._begin(num_groups), self.loaded)
+            await before.wait()  # a producer sends its oldest groups first, so they go into the outbox in their order
+            if made is not None:
+                await self._keep(made.groups)
+            kept.set()
             if self._room() < self._call_groups:
                 self.follower.heartbeats.hurry()
 
-    async def _generate(self, counters: range, loaded: Loaded) -> list[tuple[int, bytes]] | None:
+    def _begin(self, num_groups: int) -> range:
+        """Counters that are this call's from now on."""
+        first = max(self._next_counter, self.follower.heartbeats.next_counter)
+        self._next_counter = first + num_groups
+        return range(first, self._next_counter)
+
+    async def _generate(self, counters: range, loaded: Loaded) -> Made | None:
         """One call of the engine; None if it cannot work with this version."""
-        started_s, tokens = time.monotonic(), self.generated["tokens"]
-        self.started += len(counters)
-        self.work.begun += len(counters)
-        self.in_flight = len(counters)
+        started_s, num_groups = time.monotonic(), len(counters)
+        self.started += num_groups
+        self.work.begun += num_groups
+        if not self.under_way:
+            self._busy_since_s = started_s
+        self.under_way[counters.start] = Call(num_groups, loaded.version)
+        loop = asyncio.get_running_loop()
         try:
-            groups = await self._in_thread(self._make_groups, counters, loaded)
+            made = await loop.run_in_executor(self._calls, self.maker.make, self.engine, counters)
         except PeerFault as fault:
             self._distrust(loaded, fault)
+            self.loaded = Loaded(loaded.version, b"")
             return None
-        elapsed_s = time.monotonic() - started_s
-        self.busy_s += elapsed_s
-        self._call_s = elapsed_s
-        self._adapt(elapsed_s, len(groups), self.generated["tokens"] - tokens)
-        return groups
+        finally:
+            at_once = len(self.under_way)
+            del self.under_way[counters.start]
+            ended_s = time.monotonic()
+            if not self.under_way:
+                self.busy_s += ended_s - self._busy_since_s
+        self.generated["tokens"] += made.tokens
+        self._call_s = ended_s - started_s
+        self._adapt(self._call_s / at_once, num_groups, made.tokens)
+        return made
 
     async def _until_allowed(self) -> None:
         """Wait for credit, a call, or a new version; some of what allows us to go on is only time that passes."""
         async with self.follower.changed:
             try:
                 async with asyncio.timeout(BEAT_S / 2):
-                    await self.follower.changed.wait_for(lambda: self._offered is not None or self._room() > 0)
+                    await self.follower.changed.wait_for(lambda: self._room() > 0)
             except TimeoutError:
                 pass
 
@@ -479,55 +514,23 @@ class InferencePeer:
                 raise TransportFault("trainer gone", f"no trainer of {self.options.run} was heard for {silent_s:.0f} s")
 
     def _adapt(self, elapsed_s: float, num_groups: int, num_tokens: int) -> None:
-        """Keep the advertised rates measured, and calls near their target length and a fraction of a step's batch."""
+        """Keep the advertised rates measured, and calls near their target length and a fraction of a step's batch.
+
+        `elapsed_s` is a call's share of the time, where several run at once.
+        """
         self.tokens_per_s = _running(self.tokens_per_s, num_tokens / elapsed_s)
         self.groups_per_s = _running(self.groups_per_s, num_groups / elapsed_s)
         limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
-        if elapsed_s < CALL_TARGET_S / 2:
+        if self._call_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
-        elif elapsed_s > CALL_TARGET_S * 2:
+        elif self._call_s > CALL_TARGET_S * 2:
             self._call_groups = max(1, self._call_groups // 2)
         self._call_groups = min(limit, self._call_groups)
 
-    def _make_groups(self, counters: range, loaded: Loaded) -> list[tuple[int, bytes]]:
-        """Generate and score, on the engine's thread: (counter, encoded group) of each."""
-        manifest = self.follower.manifest
-        problems = [self._problem(counter) for counter in counters]
-        prompts = [self.model.tokenizer.encode(problem.prompt) for problem in problems]
-        seed = _sampling_seed(manifest.seed, self.node.peer_id, counters.start)
-        answers = self.engine.generate(prompts, manifest.sampling, seed)
-        made = []
-        for counter, problem, prompt, completions in zip(counters, problems, prompts, answers, strict=True):
-            self.generated["tokens"] += sum(len(each.token_ids) for each in completions)
-            group = self._group(counter, problem, prompt, completions, loaded)
-            made.append((counter, msgspec.msgpack.encode(group)))
-        return made
-
-    def _group(
-        self, counter: int, problem: Problem, prompt: tuple[int, ...], completions: list[Completion], loaded: Loaded
-    ) -> RolloutGroup:
-        texts = [self.model.tokenizer.decode(each.token_ids) for each in completions]
-        scores = [self.environment.score(problem, text) for text in texts]
-        return RolloutGroup(
-            counter=counter,
-            oldest_version=loaded.version,
-            newest_version=loaded.version,
-            adapter=loaded.digest,
-            prompt_ids=pack_ids(prompt),
-            lengths=tuple(len(each.token_ids) for each in completions),
-            token_ids=pack_ids([token for each in completions for token in each.token_ids]),
-            logprobs=pack_floats([value for each in completions for value in each.logprobs]),
-            truncated=tuple(each.finish == "length" for each in completions),
-            rewards=tuple(score.reward if isinstance(score, Scored) else None for score in scores),
-            temperature=self.follower.manifest.sampling.temperature,
-            engine=self.engine.name,
-        )
-
     async def _keep(self, groups: list[tuple[int, bytes]]) -> None:
         """Onto the disk, then into the outbox."""
-        self._next_counter = groups[-1][0] + 1
         try:
-            await self._store.add_to_outbox(groups, self._next_counter)
+            await self._store.add_to_outbox(groups, groups[-1][0] + 1)
         except OSError as error:
             self.node.warn("cannot store rollouts", f"{error}; generating again when there is room")
             await asyncio.sleep(FETCH_RETRY_S * 5)
@@ -621,9 +624,9 @@ class InferencePeer:
             tokens_per_s=self.tokens_per_s,
             groups_per_s=self.groups_per_s,
             refresh_s=self.refresh_s,
-            oldest=self.loaded.version if self.loaded is not None and self.in_flight else None,
+            oldest=min((call.version for call in self.under_way.values()), default=None),
             started=self.started,
-            in_flight=self.in_flight,
+            in_flight=sum(call.num_groups for call in self.under_way.values()),
             outbox=len(self.outbox),
             accepted=self.outbox.counts["accepted"],
             stale=self.outbox.counts["stale"],
@@ -682,9 +685,13 @@ class InferencePeer:
 
     async def aclose(self) -> None:
         """Stop the engine and its thread. The loop goes on meanwhile, so that a second signal is heard (case B92)."""
-        if self.loaded is not None:
-            self.engine.stop()
+        engine: Engine | None = getattr(self, "engine", None)
+        if engine is not None:
+            engine.stop()
+            await asyncio.to_thread(self._calls.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
 
 
 def _import_libraries() -> None:
@@ -701,8 +708,3 @@ def _first_counter() -> int:
     """Where a peer without memory begins: seconds since 2020. One that lost its disk but not its key is thus above most
     counters it used before; the trainer's answers to its heartbeats lift it over the rest."""
     return int(time.time()) - 1_577_836_800
-
-
-def _sampling_seed(run_seed: int, peer_id: str, counter: int) -> int:
-    text = f"echo-swarm/1/sampling\0{run_seed}\0{peer_id}\0{counter}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

@@ -12,7 +12,7 @@ from peers.engines.transformers_engine import TransformersEngine
 from peers.environments import Scored
 from peers.environments.load import load_environment
 from peers.environments.split import training_problem
-from peers.inference import _sampling_seed
+from peers.generation import sampling_seed
 from peers.learning.learner import Learner, StepReport, TrainingGroup
 from peers.models.load import load_model
 from peers.publishing import Published, Publisher
@@ -73,9 +73,9 @@ class Colocated:
         manifest, tokenizer = self.manifest, self.model.tokenizer
         problems = [training_problem(self.environment, manifest.seed, self.producer, each) for each in counters]
         prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-        seed = _sampling_seed(manifest.seed, self.producer, counters.start)
+        seed = sampling_seed(manifest.seed, self.producer, counters.start)
         answers = self.engine.generate(prompts, manifest.sampling, seed)
-        for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
+        for problem, prompt, completions in zip(problems, prompts, answers.groups, strict=True):
             scores = [self.environment.score(problem, tokenizer.decode(each.token_ids)) for each in completions]
             yield TrainingGroup(
                 prompt_ids=prompt,

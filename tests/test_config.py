@@ -8,7 +8,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bootstrap.config import (
     COMMENTS,
-    DEMO_ENVIRONMENT,
     ModelSection,
     RunConfig,
     decode_config,
@@ -16,6 +15,7 @@ from bootstrap.config import (
     render_config,
     to_manifest,
 )
+from bootstrap.demos import DEMOS
 from bootstrap.folder import COORDINATORS_MAX, create_run, open_run
 from protocols.directory import check_manifest
 from protocols.envelopes import unseal
@@ -181,7 +181,7 @@ def test_a_manifest_that_could_not_be_published_is_refused_before_it_is_signed()
 
 
 def test_a_new_run_has_its_files_and_its_trainer(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "sums", RunConfig(name="sums", trainers=(), environment=DEMO_ENVIRONMENT))
+    run = create_run(tmp_path / "sums", RunConfig(name="sums", trainers=(), environment=DEMOS["builtin"].environment))
     assert sorted(path.relative_to(run.root).as_posix() for path in run.root.rglob("*")) == [
         ".gitignore",
         "owner.key",
@@ -252,4 +252,4 @@ def test_the_demo_is_the_task_that_the_built_in_model_was_made_for() -> None:
     from peers.models import train_builtin
 
     expected = EnvironmentSpec(name=train_builtin.TASK, prompt=train_builtin.PROMPT, params=train_builtin.PARAMS)
-    assert expected == DEMO_ENVIRONMENT
+    assert expected == DEMOS["builtin"].environment

@@ -68,7 +68,7 @@ class Worker:
         while True:
             async with self.follower.changed:
                 await self.follower.changed.wait_for(lambda: self.peer._offered is not None)
-            await self.peer._take_offered()
+            await self.peer._load_offered()
 
 
 @contextlib.asynccontextmanager
@@ -268,7 +268,7 @@ async def test_the_event_of_a_version_says_what_it_took(tmp_path: Path) -> None:
         assert head is not None
         assert await worker.peer._fetch(head)
         trainer.step()
-    await worker.peer._take_offered()
+    await worker.peer._load_offered()
     hearing.cancel()
     await asyncio.wait([hearing])
     await worker.peer.aclose()

@@ -676,7 +676,7 @@ async def test_a_simulation_starts_everybody_trains_and_reports(options: SimOpti
 
 
 async def test_code_named_on_the_command_line_is_allowed_in_the_children(options: SimOptions) -> None:
-    from bootstrap.config import environment_spec
+    from bootstrap.demos import environment_spec
 
     config = RunConfig(name="sums", trainers=(), max_steps=3, environment=environment_spec("puzzles:doubling"))
     own = SimOptions(options.home, config, 2, command=options.command)
