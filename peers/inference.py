@@ -35,6 +35,7 @@ from protocols.delivery import Outbox
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault, TransportFault
 from protocols.manifest import Manifest
+from protocols.means import running_mean
 from protocols.messages import (
     UNARY_BYTES_MAX,
     Announcement,
@@ -518,8 +519,8 @@ class InferencePeer:
 
         `elapsed_s` is a call's share of the time, where several run at once.
         """
-        self.tokens_per_s = _running(self.tokens_per_s, num_tokens / elapsed_s)
-        self.groups_per_s = _running(self.groups_per_s, num_groups / elapsed_s)
+        self.tokens_per_s = running_mean(self.tokens_per_s, num_tokens / elapsed_s, RATE_GAIN)
+        self.groups_per_s = running_mean(self.groups_per_s, num_groups / elapsed_s, RATE_GAIN)
         limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
         if self._call_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
@@ -698,10 +699,6 @@ def _import_libraries() -> None:
     """Seconds of imports, while the manifest is looked for. No weights are touched (case B17)."""
     for name in ("peers.engines.transformers_engine", "reasoning_gym"):
         importlib.import_module(name)
-
-
-def _running(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + RATE_GAIN * (value - mean)
 
 
 def _first_counter() -> int:

@@ -23,7 +23,7 @@ from protocols.codecs import Encoded, decode_delta, encode_delta, rounded, widen
 from protocols.faults import LocalFault, PeerFault
 from protocols.manifest import TransferSpec
 from protocols.messages import AdapterRef, Announcement, BlobRef, DeltaRef
-from protocols.paths import Hop, cheapest
+from protocols.paths import Hop, cheapest, follow
 from protocols.transfer import blob_ref
 from swarm.blobs import BlobStore
 
@@ -182,10 +182,7 @@ def _rebuilt(way: Sequence[Hop], blobs: BlobStore) -> Adapter | None:
         if blob is None:
             return None
         try:
-            if hop.codec is None:
-                adapter = decode_adapter(blob)
-            elif adapter is not None:
-                adapter = decode_delta(hop.codec, blob, adapter)
+            adapter = follow(hop, blob, adapter)
         except PeerFault:
             return None
     return adapter

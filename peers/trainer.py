@@ -36,6 +36,7 @@ from protocols.envelopes import Sealed, unseal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.ledger import Consumed, VersionEntry
 from protocols.manifest import Manifest
+from protocols.means import running_mean
 from protocols.messages import Announcement, CapacityAd, Heartbeat, Mode
 from protocols.paths import kept
 from protocols.policy import Chain, Extended
@@ -402,7 +403,7 @@ class Trainer:
         self.spent.train_s += trained_s
         self.spent.publish_s += published_s
         spent_s = trained_s + published_s
-        self.step_s = spent_s if self.step_s is None else self.step_s + STEP_GAIN * (spent_s - self.step_s)
+        self.step_s = running_mean(self.step_s, spent_s, STEP_GAIN)
         self.follower.heartbeats.hurry()
         lags = [steps_before - group.oldest_version for group in batch]
         self.node.metrics.emit(

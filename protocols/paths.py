@@ -10,7 +10,9 @@ So every way to a version ends with an unbroken run of deltas, and differs from 
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
-from protocols.codecs import CODECS
+from protocols.adapters import Adapter, decode_adapter
+from protocols.codecs import CODECS, decode_delta
+from protocols.faults import LocalFault
 from protocols.messages import Announcement, BlobRef
 
 
@@ -21,6 +23,18 @@ class Hop(NamedTuple):
     codec: str | None
     """None: a keyframe."""
     blob: BlobRef
+
+
+def follow(hop: Hop, blob: bytes, parent: Adapter | None, parent_digest: bytes | None = None) -> Adapter:
+    """The version that this hop leads to, from the one before it; a keyframe needs none.
+
+    Raises PeerFault for a blob that does not fit, LocalFault for a delta without a parent: no way begins with one.
+    """
+    if hop.codec is None:
+        return decode_adapter(blob)
+    if parent is None:
+        raise LocalFault(f"v{hop.version}: a delta needs the version before it")
+    return decode_delta(hop.codec, blob, parent, parent_digest)
 
 
 def cheapest(

@@ -25,6 +25,7 @@ from itertools import takewhile
 
 from protocols.adapters import ADAPTER_BYTES_MAX
 from protocols.faults import LocalFault, PeerFault
+from protocols.means import running_mean
 from protocols.messages import CHUNKS_MAX, BlobRef
 
 CHUNK_BYTES = 256 * 1024
@@ -82,14 +83,6 @@ def to_bitmap(chunks: int) -> bytes:
 def from_bitmap(bitmap: bytes, count: int) -> int:
     """The set of chunks in a bitmap, of those that a blob of `count` chunks has."""
     return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
-
-
-def indexes(chunks: int) -> Iterator[int]:
-    """The members of a set of chunks, lowest first."""
-    while chunks:
-        lowest = chunks & -chunks
-        yield lowest.bit_length() - 1
-        chunks ^= lowest
 
 
 class ChunkList:
@@ -226,7 +219,7 @@ class _Source:
         if asked_s is None:
             return None
         self.flying ^= 1 << index
-        self.chunk_s = _mean(self.chunk_s, now_s - max(asked_s, self.last_s))
+        self.chunk_s = running_mean(self.chunk_s, now_s - max(asked_s, self.last_s), GAIN)
         self.trip_s = min(self.trip_s, now_s - asked_s)
         self.last_s = now_s
         return now_s - asked_s
@@ -300,7 +293,7 @@ class Schedule:
     def _arrived(self, name: str, index: int, now_s: float) -> list[Action]:
         source = self._sources.get(name)
         if source is not None and (took_s := source.arrived(index, now_s)) is not None:
-            self._usual_s = _mean(self._usual_s, took_s)
+            self._usual_s = running_mean(self._usual_s, took_s, GAIN)
         self.have |= 1 << index
         overtaken = [each for each, other in self._sources.items() if index in other.asked]
         return [self._leave(each, "overtaken") for each in overtaken]
@@ -488,7 +481,3 @@ def _by_lot(chunks: int, rng: random.Random) -> int:
     start = rng.randrange(chunks.bit_length())
     above = chunks >> start
     return start + (above & -above).bit_length() - 1
-
-
-def _mean(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + GAIN * (value - mean)

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from protocols.adapters import Adapter, adapter_digest, decode_adapter, encode_adapter
-from protocols.codecs import decode_delta
+from protocols.adapters import Adapter, adapter_digest, encode_adapter
 from protocols.envelopes import Sealed
 from protocols.faults import PeerFault, TransportFault
+from protocols.means import running_mean
 from protocols.messages import Announcement, BlobRef
-from protocols.paths import Hop, cheapest, kept
+from protocols.paths import Hop, cheapest, follow, kept
 from protocols.policy import Chain
 from protocols.transfer import blob_ref
 from swarm.downloads import Progress
@@ -311,7 +311,7 @@ class Adapters:
         work.received.update(fetched.received)
         work.to_download = max(0, work.to_download - hop.blob.size) if num_bytes else work.to_download
         if num_bytes >= RATE_BYTES_MIN:
-            self.down_bytes_per_s = _running(self.down_bytes_per_s, num_bytes / took_s)
+            self.down_bytes_per_s = running_mean(self.down_bytes_per_s, num_bytes / took_s, RATE_GAIN)
         return fetched
 
     async def _rebuild(self, work: _Pass, hop: Hop, blob: bytes, held: Rebuilt | None) -> Rebuilt:
@@ -376,11 +376,7 @@ class Adapters:
 
 def _decode(hop: Hop, blob: bytes, held: Rebuilt | None, digest: bytes) -> Adapter:
     """Raises PeerFault unless the blob makes the version that was announced."""
-    if hop.codec is None:
-        adapter: Adapter = decode_adapter(blob)
-    else:
-        assert held is not None  # a way begins at a keyframe or at what is held
-        adapter = decode_delta(hop.codec, blob, held.adapter, held.digest)
+    adapter = follow(hop, blob, held.adapter if held is not None else None, held.digest if held is not None else None)
     if adapter_digest(adapter) != digest:
         raise PeerFault("wrong adapter", f"v{hop.version} has not the announced digest")
     return adapter
@@ -397,7 +393,3 @@ def _free_bytes(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _running(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + RATE_GAIN * (value - mean)

@@ -1,5 +1,6 @@
 """Valid messages of a small run, for tests that then bend one thing."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -87,3 +88,11 @@ def envelope_of(kind: type[Struct], payload: bytes, key: Ed25519PrivateKey = STR
     """A correctly signed envelope of `kind` around any bytes at all."""
     signature = key.sign(f"{PROTOCOL}/{KINDS[kind][0]}\0".encode() + payload)
     return msgspec.msgpack.encode([public_bytes(key), payload, signature])
+
+
+def indexes(chunks: int) -> Iterator[int]:
+    """The members of a set of chunks, lowest first."""
+    while chunks:
+        lowest = chunks & -chunks
+        yield lowest.bit_length() - 1
+        chunks ^= lowest

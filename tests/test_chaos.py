@@ -17,12 +17,13 @@ import pytest
 import pytest_asyncio
 
 from protocols.messages import BlobRef
-from protocols.transfer import CHUNK_BYTES, STALL_S, blob_ref, indexes, num_chunks
+from protocols.transfer import CHUNK_BYTES, STALL_S, blob_ref, num_chunks
 from swarm.downloads import FAILED_S
 from tests.blob_process import Answer, BlobPeer, blob_of, blob_peer
 from tests.disks import fill_up, small_disk
 from tests.hosts import until
 from tests.namespaces import Machine, Network, network
+from tests.samples import indexes
 
 pytestmark = [pytest.mark.network, pytest.mark.asyncio(loop_scope="module")]
 

@@ -44,11 +44,11 @@ from protocols.transfer import (
     blob_ref,
     chunk_hashes,
     from_bitmap,
-    indexes,
     num_chunks,
     root_of,
     to_bitmap,
 )
+from tests.samples import indexes
 
 BLOB = random.Random(1).randbytes(3 * CHUNK_BYTES + 1000)
 HASHES = chunk_hashes(BLOB)
