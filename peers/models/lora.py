@@ -34,7 +34,7 @@ def attach_lora(module: nn.Module, spec: LoraSpec, seed: int) -> PeftModel:
     every machine; `B` is 0, so version 0 is the base model. The global random state is left as it was.
     Raises ValueError for a target that cannot be adapted.
     """
-    targets = _linear_targets(module, spec.targets)
+    targets = linear_targets(module, spec.targets)
     module.requires_grad_(False)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     config = LoraConfig(r=spec.r, lora_alpha=spec.alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none")
@@ -117,7 +117,7 @@ def _name_difference(got: set[str], expected: set[str]) -> str:
     return f"{len(missing)} missing {missing[:3]}, {len(unknown)} unknown {shown}"
 
 
-def _linear_targets(module: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
+def linear_targets(module: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     """The modules to adapt, by full path: for each target all linear modules of that name."""
     embedding = module.get_input_embeddings()
     linears = {path: layer for path, layer in module.named_modules() if isinstance(layer, nn.Linear)}
