@@ -34,9 +34,10 @@ _ENVELOPE_BYTES = 128  # sender, signature and MessagePack heads around a manife
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base model. Its digest is not written by hand: the trainer computes it."""
+    """The base model. Digests and the hub's commit are not written by hand: the trainer finds them."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)] = "builtin"
+    revision: Annotated[str, Meta(max_length=256)] = ""
 
 
 class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,18 +133,19 @@ def to_manifest(
     owner_key: Ed25519PrivateKey,
     revision: int,
     issued_ms: int,
-    model_digest: bytes | None,
+    model: ModelSpec | None = None,
     coordinators: Sequence[str] = (),
 ) -> Sealed[Manifest]:
     """The manifest of this configuration, signed. Raises ValueError when it is too large to be published.
 
+    `model` is what the trainer found on its disk; without it only the name is there.
     `coordinators` may be elected where the configuration names nobody: the trainer's bootstrap peers.
     """
     coordination = config.coordination
     if not coordination.coordinators:
         coordination = msgspec.structs.replace(coordination, coordinators=tuple(coordinators))
     manifest = msgspec.structs.replace(
-        _manifest(config, model_digest),
+        _manifest(config, model),
         run=run_id_of(config.name, public_bytes(owner_key)),
         revision=revision,
         issued_ms=issued_ms,
@@ -151,11 +153,11 @@ def to_manifest(
     )
     size, size_max = len(msgspec.msgpack.encode(manifest)), KINDS[Manifest][1] - _ENVELOPE_BYTES
     if size > size_max:
-        raise ValueError(f"the manifest is {size} bytes, at most {size_max} fit: shorten environment.params")
+        raise ValueError(f"the manifest is {size} bytes, at most {size_max} fit: shorten environment")
     return seal(owner_key, manifest)
 
 
-def _manifest(config: RunConfig, model_digest: bytes | None = None) -> Manifest:
+def _manifest(config: RunConfig, model: ModelSpec | None = None) -> Manifest:
     """What the file says, of no run yet. Raises ValueError when its fields do not go together."""
     return Manifest(
         run="",
@@ -167,7 +169,7 @@ def _manifest(config: RunConfig, model_digest: bytes | None = None) -> Manifest:
         max_lag=config.max_lag,
         max_steps=config.max_steps,
         publish_every=config.publish_every,
-        model=ModelSpec(name=config.model.name, digest=model_digest),
+        model=model or ModelSpec(name=config.model.name),
         environment=config.environment,
         sampling=config.sampling,
         lora=config.lora,
@@ -189,10 +191,26 @@ COMMENTS = {
     ),
     "max_steps": "Optimizer steps of the whole run; then everybody goes home.",
     "publish_every": "Optimizer steps between two published versions; at most max_lag + 1.",
-    "model.name": "`builtin` (a small model of our own, for trying out), a Hugging Face name, or a folder.",
+    "model.name": (
+        "`builtin` (a small model of our own, for trying out), `smollm2`, a Hugging Face name, or a folder."
+    ),
+    "model.revision": (
+        "Of a Hugging Face name: a commit, a tag or a branch; empty: what this machine has, else the newest. The run "
+        "keeps the commit that it began with."
+    ),
     "environment.name": "Where problems come from: a reasoning-gym task, or `module:function` of your own.",
     "environment.prompt": "The prompt; {question} and the fields of the problem are filled in.",
     "environment.params": "Parameters of the task, as reasoning-gym names them.",
+    "environment.chat": (
+        "Prompts are messages of a user: they go through the model's chat template. For instruct models; "
+        "a base model has no template."
+    ),
+    "environment.system": "With chat: the system's message. Empty: none, unless the template has its own.",
+    "environment.examples": (
+        "With chat: questions and answers that are shown before, as earlier turns; each text has at most 1024 "
+        'characters: [["1 + 1 =", "2"]].'
+    ),
+    "environment.template": "With chat: a Jinja template in place of the model's own.",
     "sampling.group_size": "Completions of one problem. Their mean reward is the baseline.",
     "sampling.max_new_tokens": "Longest completion, in tokens.",
     "sampling.temperature": "Sampling temperature; 1.0 samples from the model as it is.",

@@ -17,7 +17,7 @@ from bootstrap.home import KEY_FILE
 from protocols.envelopes import Sealed
 from protocols.faults import PeerFault
 from protocols.identity import peer_id_of, public_bytes, public_of, run_id_of
-from protocols.manifest import Manifest
+from protocols.manifest import Manifest, ModelSpec
 from swarm.identity import Identity, load_identity
 
 COORDINATORS_MAX = 64  # that a manifest may name
@@ -47,13 +47,13 @@ class RunFolder:
         """Home of the trainer that `swarm init` made."""
         return self.root / "trainer"
 
-    def make_manifest(self, model_digest: bytes, revision: int, bootstrap: Iterable[str] = ()) -> Sealed[Manifest]:
+    def make_manifest(self, model: ModelSpec, revision: int, bootstrap: Iterable[str] = ()) -> Sealed[Manifest]:
         """The manifest, signed by the owner. Raises ValueError when it is too large to be published.
 
         Where run.toml names no coordinators, the bootstrap peers at these addresses may be elected.
         """
         issued_ms = int(time.time() * 1000)
-        return to_manifest(self.config, self.owner.key, revision, issued_ms, model_digest, peer_ids(bootstrap))
+        return to_manifest(self.config, self.owner.key, revision, issued_ms, model, peer_ids(bootstrap))
 
 
 def peer_ids(addresses: Iterable[str]) -> list[str]:

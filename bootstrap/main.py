@@ -287,6 +287,7 @@ def train(  # noqa: PLR0913
         home=home,
         run=run.run,
         model=run.config.model.name,
+        model_revision=run.config.model.revision or None,
         make_manifest=partial(run.make_manifest, bootstrap=addresses),
         bootstrap=addresses,
         listen=where,

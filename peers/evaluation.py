@@ -4,6 +4,7 @@ from peers.engines.transformers_engine import TransformersEngine
 from peers.environments import Environment, Scored
 from peers.environments.split import held_out_problems
 from peers.models.base import BaseModel
+from peers.prompts import Prompts
 from protocols.adapters import Adapter
 from protocols.manifest import Manifest
 
@@ -18,8 +19,8 @@ def evaluate(
     problems = held_out_problems(environment, manifest.seed, num_problems)
     engine = TransformersEngine(model, manifest.lora)
     engine.load_adapter(0, adapter)
-    prompts = [model.tokenizer.encode(problem.prompt) for problem in problems]
-    answers = engine.greedy(prompts, manifest.sampling.max_new_tokens)
+    prompts = Prompts(model.tokenizer, manifest.environment, model.name)
+    answers = engine.greedy([prompts.ids(problem) for problem in problems], manifest.sampling.max_new_tokens)
     scores = [
         environment.score(problem, model.tokenizer.decode(answer.token_ids))
         for problem, answer in zip(problems, answers, strict=True)

@@ -20,6 +20,7 @@ from peers.environments import Environment, Scored
 from peers.environments.split import training_problem
 from peers.learning.learner import TrainingGroup
 from peers.models.base import Tokenizer
+from peers.prompts import Prompts
 from protocols.delivery import Intake, Queued
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault
@@ -61,9 +62,11 @@ class Checker:
     """Everything about a group that needs no state but the run's: pure, runs in a thread."""
 
     def __init__(self, manifest: Manifest, environment: Environment, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for chat prompts without a chat template."""
         self.manifest = manifest
         self.environment = environment
         self.tokenizer = tokenizer
+        self.prompts = Prompts(tokenizer, manifest.environment, manifest.model.name)
         self.rules = GroupRules(manifest.sampling, tokenizer.vocab_size, tokenizer.eos_ids)
         self.mismatches: Counter[str] = Counter()
         """Groups whose producer scored them otherwise, by producer."""
@@ -80,7 +83,7 @@ class Checker:
 
     def _score(self, producer: str, group: RolloutGroup, rollouts: list[Rollout]) -> tuple[float | None, ...]:
         problem = training_problem(self.environment, self.manifest.seed, producer, group.counter)
-        if pack_ids(self.tokenizer.encode(problem.prompt)) != group.prompt_ids:
+        if pack_ids(self.prompts.ids(problem)) != group.prompt_ids:
             raise PeerFault("wrong prompt", f"counter {group.counter}")
         scores = [self.environment.score(problem, self.tokenizer.decode(rollout.token_ids)) for rollout in rollouts]
         rewards = tuple(score.reward if isinstance(score, Scored) else None for score in scores)

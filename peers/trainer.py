@@ -35,7 +35,7 @@ from protocols.directory import RecordKey, RecordKind
 from protocols.envelopes import Sealed, unseal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.ledger import Consumed, VersionEntry
-from protocols.manifest import Manifest
+from protocols.manifest import COMMIT, Manifest, ModelSpec
 from protocols.means import running_mean
 from protocols.messages import Announcement, CapacityAd, Heartbeat, Mode
 from protocols.paths import kept
@@ -64,8 +64,10 @@ class TrainerOptions:
     home: Path
     run: str
     model: str
-    make_manifest: Callable[[bytes, int], Sealed[Manifest]]
-    """Signs the manifest, given the digest of the base weights and the revision."""
+    make_manifest: Callable[[ModelSpec, int], Sealed[Manifest]]
+    """Signs the manifest, given the model as it is pinned and the revision of the manifest."""
+    model_revision: str | None = None
+    """Commit, tag or branch of a model from the hub; None takes what this machine has."""
     bootstrap: tuple[str, ...] = ()
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
@@ -158,15 +160,21 @@ class Trainer:
         """Load, restore, publish version 0 or announce the head again. Raises ValueError, TransportFault."""
         from peers.environments.load import load_environment
         from peers.learning.learner import Learner
-        from peers.models.load import load_model
+        from peers.models.find import find_model, pinned
+        from peers.models.load import load_weights
+        from peers.prompts import check_prompts
 
         node, options = self.node, self.options
         self.store = TrainerStore(options.home / "trainer.sqlite")
         self._resources.callback(self.store.close)
-        self.model = await self._in_thread(load_model, options.model)
         record = Record(node.identity, self.store, options.home)
-        manifest = await self._manifest(record)
-        self.environment = load_environment(manifest.environment, options.allow_code)
+        old = await record.manifest()
+        files = await self._in_thread(find_model, options.model, self._revision(old))
+        new = options.make_manifest(pinned(files), 0 if old is None else old.message.revision + 1)
+        self.environment = load_environment(new.message.environment, options.allow_code)
+        await self._in_thread(check_prompts, new.message, self.environment, files)
+        manifest = await self._manifest(record, old, new)
+        self.model = await self._in_thread(load_weights, files)
         self.learner: Learner = await self._in_thread(
             partial(Learner, stale=manifest.coordination.stale),
             self.model,
@@ -204,10 +212,15 @@ class Trainer:
             await self._publish_first()
         await self._announce(chain.head)
 
-    async def _manifest(self, record: Record) -> Manifest:
+    def _revision(self, old: Sealed[Manifest] | None) -> str | None:
+        """Which of the hub's commits to use: that of the last start, though a branch or tag has moved since."""
+        asked = self.options.model_revision
+        if old is None or old.message.model.name != self.options.model or COMMIT.match(asked or ""):
+            return asked
+        return old.message.model.revision
+
+    async def _manifest(self, record: Record, old: Sealed[Manifest] | None, new: Sealed[Manifest]) -> Manifest:
         """The manifest in force: the one of the last start, or a new revision if the configuration changed."""
-        old = await record.manifest()
-        new = self.options.make_manifest(self.model.digest, 0 if old is None else old.message.revision + 1)
         if old is not None and same_manifest(old, new):
             new = old
         if self.node.peer_id not in new.message.trainers:

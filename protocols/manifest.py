@@ -5,6 +5,7 @@ once, here. A volunteer is invited to a run id; the manifest must be signed by t
 that id. Of two valid manifests the higher revision counts.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,12 +20,24 @@ from protocols.presence import BEAT_S
 GROUP_TOKENS_MAX = (UNARY_BYTES_MAX - 256 * 1024) // 8
 
 
+# Examples show the form of an answer. Eight is what papers show, and all that a manifest holds when each is a page.
+EXAMPLES_MAX = 8
+
+COMMIT = re.compile(r"^[0-9a-f]{40}\Z")  # of a model on the hub
+Commit = Annotated[str, Meta(pattern=COMMIT.pattern)]
+Turn = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The base model: `builtin`, a Hugging Face name, or a folder."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)] = "builtin"
     digest: Digest | None = None
     """SHA-256 over the base weights; filled in by the trainer. A peer with other weights is refused at start."""
+    revision: Commit | None = None
+    """The hub's commit that the trainer uses; filled in by it. None for a model that is not from the hub."""
+    tokenizer: Digest | None = None
+    """SHA-256 of what turns text into ids, chat template included; filled in by the trainer, checked as `digest`."""
 
 
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +48,20 @@ class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Prompt text; `{question}` and the fields of the problem's metadata (`{expression}`) are filled in."""
     params: dict[str, Any] = {}
     """Parameters of the task, as reasoning-gym names them."""
+    chat: bool = False
+    """The prompt is a user's message and goes through a chat template, which then asks for the answer."""
+    system: Annotated[str, Meta(max_length=2048)] = ""
+    """With `chat`: the system's message; empty gives none, and a template may have its own."""
+    examples: Annotated[tuple[tuple[Turn, Turn], ...], Meta(max_length=EXAMPLES_MAX)] = ()
+    """With `chat`: questions and answers that are shown before as earlier turns."""
+    template: Annotated[str, Meta(max_length=8192)] = ""
+    """With `chat`: a Jinja template in place of the model's own. Half of what a manifest may hold; templates without
+    tools are under 2 KB."""
+
+    def __post_init__(self) -> None:
+        for name in ("system", "examples", "template"):
+            if getattr(self, name) and not self.chat:
+                raise ValueError(f"environment.{name} is for chat prompts: set environment.chat = true")
 
 
 class LoraSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

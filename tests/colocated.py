@@ -15,6 +15,7 @@ from peers.environments.split import training_problem
 from peers.generation import sampling_seed
 from peers.learning.learner import Learner, StepReport, TrainingGroup
 from peers.models.load import load_model
+from peers.prompts import Prompts
 from peers.publishing import Published, Publisher
 from protocols.manifest import Manifest
 
@@ -37,6 +38,7 @@ class Colocated:
         self.groups_per_call = groups_per_call
         self.environment = load_environment(manifest.environment, False)
         self.model = load_model(manifest.model.name)
+        self.prompts = Prompts(self.model.tokenizer, manifest.environment, manifest.model.name)
         self.engine = TransformersEngine(load_model(manifest.model.name), manifest.lora)
         self.learner = Learner(
             self.model, manifest.lora, manifest.learning, manifest.sampling.temperature, manifest.seed
@@ -72,7 +74,7 @@ class Colocated:
     def _call(self, counters: range) -> Iterator[TrainingGroup]:
         manifest, tokenizer = self.manifest, self.model.tokenizer
         problems = [training_problem(self.environment, manifest.seed, self.producer, each) for each in counters]
-        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [self.prompts.ids(problem) for problem in problems]
         seed = sampling_seed(manifest.seed, self.producer, counters.start)
         answers = self.engine.generate(prompts, manifest.sampling, seed)
         for problem, prompt, completions in zip(problems, prompts, answers.groups, strict=True):

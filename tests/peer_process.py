@@ -37,12 +37,12 @@ OWNER = Ed25519PrivateKey.from_private_bytes(b"an owner's key for tests only..."
 RUN = run_id_of("test", public_bytes(OWNER))
 
 
-def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[bytes, int], Sealed[Manifest]]:
+def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[ModelSpec, int], Sealed[Manifest]]:
     trainer, _ = load_identity(folder / "trainer" / "peer.key")
     coordinators = [load_identity(folder / name / "peer.key")[0].peer_id for name in arguments.coordinator]
     coordination = CoordinationSpec(mode=arguments.mode, lease_s=arguments.lease, coordinators=tuple(coordinators))
 
-    def make(digest: bytes, revision: int) -> Sealed[Manifest]:
+    def make(model: ModelSpec, revision: int) -> Sealed[Manifest]:
         manifest = Manifest(
             run=RUN,
             revision=revision,
@@ -50,7 +50,7 @@ def make_manifest(folder: Path, arguments: argparse.Namespace) -> Callable[[byte
             issued_ms=int(time.time() * 1000),
             max_steps=arguments.steps,
             max_lag=arguments.max_lag,
-            model=ModelSpec(name="builtin", digest=digest),
+            model=model,
             environment=EnvironmentSpec(
                 prompt="{expression}=", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
             ),

@@ -26,7 +26,7 @@ from protocols.envelopes import seal
 from protocols.faults import LocalFault, PeerFault, TransportFault
 from protocols.identity import peer_id_of
 from protocols.ledger import MAGIC, Consumed, EndEntry, ManifestEntry, VersionEntry, frame, trained_on
-from protocols.manifest import CoordinationSpec, TransferSpec
+from protocols.manifest import CoordinationSpec, ModelSpec, TransferSpec
 from protocols.messages import AdapterRef, Announcement, BlobRef, RunEnd
 from protocols.policy import Chain
 from swarm.identity import Identity, load_identity
@@ -322,7 +322,7 @@ def test_train_passes_on_what_the_run_says(tmp_path: Path, peers: Fakes) -> None
         ("/ip4/0.0.0.0/tcp/7",),
         200,
     )
-    manifest = options.make_manifest(bytes(32), 4).message
+    manifest = options.make_manifest(ModelSpec(), 4).message
     assert (manifest.revision, manifest.coordination.coordinators) == (4, (ID,))
     assert options.allow_code is False
     assert f"swarm join '{ADDRESS}#{run.run}'" in result.stdout
@@ -445,7 +445,7 @@ def ledger(folder: Path, num_versions: int = 2) -> tuple[str, bytes]:
     owner, _ = load_identity(folder / "owner.key")
     trainer, _ = load_identity(folder / "trainer" / "peer.key")
     config = decode_config(f'name = "sums"\ntrainers = ["{trainer.peer_id}"]', "run.toml")
-    manifest = to_manifest(config, owner.key, 0, 1, bytes(32))
+    manifest = to_manifest(config, owner.key, 0, 1)
     chain = Chain(manifest.message)
     raw = MAGIC + frame(ManifestEntry(manifest.raw))
     for version in range(num_versions):

@@ -20,7 +20,7 @@ from bootstrap.folder import COORDINATORS_MAX, create_run, open_run
 from protocols.directory import check_manifest
 from protocols.envelopes import unseal
 from protocols.identity import peer_id_of, public_bytes, run_id_of
-from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, LoraSpec, Manifest
+from protocols.manifest import CoordinationSpec, EnvironmentSpec, LearningSpec, LoraSpec, Manifest, ModelSpec
 
 OWNER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 TRAINER = peer_id_of(bytes(range(32)))
@@ -162,7 +162,7 @@ def test_a_rendered_file_reads_back_the_same() -> None:
 
 def test_a_manifest_says_what_the_file_says() -> None:
     config = decode_config(SMALLEST + "seed = 7\nmax_lag = 2\n[sampling]\ntemperature = 0.7\n", "run.toml")
-    sealed = to_manifest(config, OWNER, revision=3, issued_ms=1234, model_digest=b"d" * 32)
+    sealed = to_manifest(config, OWNER, revision=3, issued_ms=1234, model=ModelSpec(digest=b"d" * 32))
     run = run_id_of("sums", public_bytes(OWNER))
     said = check_manifest(sealed.raw, run).message
     assert said == sealed.message == unseal(sealed.raw, Manifest).message
@@ -175,9 +175,9 @@ def test_a_manifest_says_what_the_file_says() -> None:
 def test_a_manifest_that_could_not_be_published_is_refused_before_it_is_signed() -> None:
     config = decode_config(SMALLEST + f"environment.params = {{ words = '{'x' * 16_000}' }}\n", "run.toml")
     with pytest.raises(ValueError, match=r"^the manifest is \d+ bytes, at most \d+ fit"):
-        to_manifest(config, OWNER, 0, 0, None)
+        to_manifest(config, OWNER, 0, 0)
     just = decode_config(SMALLEST + f"environment.params = {{ words = '{'x' * 15_000}' }}\n", "run.toml")
-    assert len(to_manifest(just, OWNER, 2**32 - 1, 2**48 - 1, bytes(32)).raw) < 16 * 1024
+    assert len(to_manifest(just, OWNER, 2**32 - 1, 2**48 - 1).raw) < 16 * 1024
 
 
 def test_a_new_run_has_its_files_and_its_trainer(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_new_run_has_its_files_and_its_trainer(tmp_path: Path) -> None:
     again = open_run(run.root)
     assert again.config == run.config == load_config(run.config_path)
     assert again.run == run.run == run_id_of("sums", public_bytes(run.owner.key))
-    sealed = again.make_manifest(bytes(32), 5)
+    sealed = again.make_manifest(ModelSpec(), 5)
     assert (sealed.sender, sealed.message.revision) == (run.owner.peer_id, 5)
 
 
@@ -205,13 +205,13 @@ def test_the_trainers_bootstrap_peers_may_be_elected(tmp_path: Path) -> None:
     addresses = [f"/ip4/10.0.0.{number}/tcp/31415/p2p/{peer_id}" for number, peer_id in enumerate(BOOTSTRAP)]
     rsa = "/ip4/10.0.0.9/tcp/31415/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"  # could not sign a lease
     relayed = f"/ip4/10.0.0.9/tcp/1/p2p/{TRAINER}/p2p-circuit/p2p/{BOOTSTRAP[0]}"
-    sealed = run.make_manifest(bytes(32), 0, [*addresses, rsa, relayed])
+    sealed = run.make_manifest(ModelSpec(), 0, [*addresses, rsa, relayed])
     assert sealed.message.coordination.coordinators == tuple(sorted(BOOTSTRAP))
     assert sealed.message.eligible == {*BOOTSTRAP, *run.config.trainers}
-    again = run.make_manifest(bytes(32), 0, reversed(addresses))
+    again = run.make_manifest(ModelSpec(), 0, reversed(addresses))
     assert again.message.coordination == sealed.message.coordination  # no new revision for another order
     many = [f"/ip4/10.0.0.1/tcp/1/p2p/{peer_id_of(number.to_bytes(32, 'big'))}" for number in range(65)]
-    crowded = run.make_manifest(bytes(32), 0, many)
+    crowded = run.make_manifest(ModelSpec(), 0, many)
     assert len(crowded.message.coordination.coordinators) == COORDINATORS_MAX == 64
     assert check_manifest(crowded.raw, run.run).message == crowded.message
 
@@ -219,7 +219,7 @@ def test_the_trainers_bootstrap_peers_may_be_elected(tmp_path: Path) -> None:
 def test_coordinators_that_the_owner_named_stay(tmp_path: Path) -> None:
     template = RunConfig(name="sums", trainers=(), coordination=CoordinationSpec(coordinators=(TRAINER,), lease_s=20.0))
     run = create_run(tmp_path / "sums", template)
-    sealed = run.make_manifest(bytes(32), 0, [f"/ip4/10.0.0.1/tcp/31415/p2p/{BOOTSTRAP[0]}"])
+    sealed = run.make_manifest(ModelSpec(), 0, [f"/ip4/10.0.0.1/tcp/31415/p2p/{BOOTSTRAP[0]}"])
     assert sealed.message.coordination == template.coordination
 
 

@@ -269,7 +269,8 @@ def type_text(kind: Any) -> str:
         case msgspec.inspect.BoolType():
             return "true or false"
         case msgspec.inspect.VarTupleType():
-            return f"list of {f'at most {kind.max_length} ' if kind.max_length else ''}texts"
+            what = "pairs of texts" if isinstance(kind.item_type, msgspec.inspect.TupleType) else "texts"
+            return f"list of {f'at most {kind.max_length} ' if kind.max_length else ''}{what}"
         case msgspec.inspect.LiteralType():
             return " or ".join(f'"{value}"' for value in kind.values)
         case msgspec.inspect.DictType():

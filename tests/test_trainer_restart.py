@@ -59,7 +59,7 @@ class Restarted(Trainer):
 
 def maker(
     publish_every: int = 1, transfer: TransferSpec = DEFAULT, max_steps: int = 100
-) -> Callable[[bytes, int], Sealed[Manifest]]:
+) -> Callable[[ModelSpec, int], Sealed[Manifest]]:
     manifest = Manifest(
         run=RUN,
         revision=0,
@@ -73,8 +73,8 @@ def maker(
         learning=LearningSpec(batch_groups=1),
     )
 
-    def make(digest: bytes, revision: int) -> Sealed[Manifest]:
-        return seal(OWNER, replace(manifest, revision=revision, model=ModelSpec(name="builtin", digest=digest)))
+    def make(model: ModelSpec, revision: int) -> Sealed[Manifest]:
+        return seal(OWNER, replace(manifest, revision=revision, model=model))
 
     return make
 

@@ -1,8 +1,10 @@
 """The tokenizer of the built-in model: one id a character."""
 
+import hashlib
 import itertools
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 PAD, BOS, EOS, UNKNOWN = range(4)
 CHARACTERS = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
@@ -17,10 +19,17 @@ class CharacterTokenizer:
     eos_ids = frozenset({EOS})
     pad_id = PAD
     vocab_size = _FIRST + len(CHARACTERS)
+    chat_template = ""
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    digest = hashlib.sha256(f"echo-swarm/2/characters\0{_FIRST}\0{CHARACTERS}".encode()).digest()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """BOS, then one id a character."""
-        return (BOS, *(_IDS.get(character, UNKNOWN) for character in text))
+        return (BOS, *self.encode_rendered(text))
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """One id a character."""
+        return tuple(_IDS.get(character, UNKNOWN) for character in text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """PAD, BOS and EOS vanish; UNKNOWN and ids out of range become U+FFFD."""

@@ -22,6 +22,7 @@ from typing import Any
 import platformdirs
 
 from peers.models.base import ModelFiles
+from protocols.manifest import ModelSpec
 
 BUILTIN = Path(__file__).parent / "builtin"
 HUB_TIMEOUT_S = 5.0  # a guess: a slow link answers in one
@@ -34,7 +35,7 @@ _SMOLLM2_FOLDER = "smollm2-0.1.2"
 _DOWNLOAD_TIMEOUT_S = 600.0  # 93 MB at 1.3 Mbit/s
 
 
-def find_model(name: str) -> ModelFiles:
+def find_model(name: str, revision: str | None = None) -> ModelFiles:
     """The named model on this disk, fetched first where that is needed. Raises ValueError, in one line."""
     if name == "builtin":
         from peers.models.characters import CharacterTokenizer
@@ -44,6 +45,23 @@ def find_model(name: str) -> ModelFiles:
     from peers.models.load import read_tokenizer
 
     return _files(name, folder, read_tokenizer(name, folder))
+
+
+def check_model(files: ModelFiles, spec: ModelSpec) -> None:
+    """Raises ValueError, in one line, unless weights and tokenizer are those that the run's trainer uses."""
+    pairs = (("weights", files.digest, spec.digest), ("tokenizer", files.tokenizer.digest, spec.tokenizer))
+    for what, ours, theirs in pairs:
+        if theirs is not None and ours != theirs:
+            wanted = f"revision {spec.revision} from the hub" if spec.revision else "a copy of the trainer's files"
+            raise ValueError(
+                f"model {files.name!r}: the {what} in {files.folder} have digest {ours.hex()}, "
+                f"those of the run {theirs.hex()}: get {wanted}"
+            )
+
+
+def pinned(files: ModelFiles) -> ModelSpec:
+    """What a manifest says of this model, so that every peer has the same."""
+    return ModelSpec(name=files.name, digest=files.digest, revision=files.revision, tokenizer=files.tokenizer.digest)
 
 
 def _files(name: str, folder: Path, tokenizer: Any) -> ModelFiles:

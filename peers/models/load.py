@@ -53,12 +53,19 @@ class HuggingFaceTokenizer:
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
         self.pad_id: int = next(i for i in (tokenizer.pad_token_id, *sorted(eos_ids), 0) if i is not None)
+        self.chat_template: str = tokenizer.chat_template or ""
+        self.special_tokens: dict[str, str] = dict(tokenizer.special_tokens_map)
+        self.digest = bytes(32)
         self._tokenizer = tokenizer
         self._known = len(tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a prompt, with the special tokens that the checkpoint puts before it."""
         return tuple(self._tokenizer.encode(text))
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Ids of what a chat template wrote, with no special tokens but its own."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens; halves of characters become U+FFFD, ids it does not know are left out."""
