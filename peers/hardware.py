@@ -2,9 +2,10 @@
 
     /proc, cgroups | sysctl, vm_stat, system_profiler | nvidia-smi --Probe--> pure parsers --> Hardware
 
-Every `detect()` measures again, in well under a second, and imports no torch; a subprocess may make it wait, so call
-it off the event loop. What cannot be found out is None, never 0. To the swarm all of it is a claim: the coordinator
-plans with the tokens a second that it observes. Whether torch can use a card, peers/engines/choose.py asks torch.
+Every `detect()` measures again and imports no torch: milliseconds, and where commands have to be asked, up to seconds;
+so call it off the event loop. What cannot be found out is None, never 0. To the swarm all of it is a claim: the
+coordinator plans with the tokens a second that it observes. Whether torch can use a card, torch is asked
+(peers/engines/choose.py).
 """
 
 import json
@@ -179,37 +180,45 @@ def cgroup_limits(read: Callable[[str], str | None]) -> Limits:
     (inactive_file) count as free, as in MemAvailable. A part of a core is not worth a thread: quotas round down, to 1.
     """
     cores, totals, availables = [], [], []
-    for folder, v2 in _cgroup_folders(read("/proc/self/cgroup") or ""):
-
-        def number(name: str, folder: str = folder) -> int | None:
-            return _int(read(f"{folder}/{name}"))
-
-        limit = number("memory.max" if v2 else "memory.limit_in_bytes")
+    for folder, names in _cgroup_folders(read("/proc/self/cgroup") or ""):
+        limit, used = (_int(read(f"{folder}/{name}")) for name in (names.limit, names.used))
         if limit is not None and limit < CGROUP_UNLIMITED:
             totals.append(limit)
-            used = number("memory.current" if v2 else "memory.usage_in_bytes")
             if used is not None:
                 stat = read(f"{folder}/memory.stat") or ""
-                dropped = re.search(rf"^{'' if v2 else 'total_'}inactive_file (\d+)$", stat, re.MULTILINE)
+                dropped = re.search(rf"^{names.dropped} (\d+)$", stat, re.MULTILINE)
                 availables.append(max(0, limit - used + (int(dropped[1]) if dropped else 0)))
-        quota, period = (
-            map(_int, ((read(f"{folder}/cpu.max") or "").split() + ["", ""])[:2])
-            if v2
-            else (number("cpu.cfs_quota_us"), number("cpu.cfs_period_us"))
-        )
-        if quota is not None and quota > 0 and period:
-            cores.append(max(1, quota // period))
+        quota = re.match(r"(\d+)\s+(\d+)", " ".join(read(f"{folder}/{name}") or "" for name in names.quota))
+        if quota and int(quota[1]) and int(quota[2]):
+            cores.append(max(1, int(quota[1]) // int(quota[2])))
     return Limits(_least(*cores), _least(*totals), _least(*availables, *totals))
 
 
-def _cgroup_folders(text: str) -> Iterator[tuple[str, bool]]:
-    """Each folder that may limit memory or CPU, from the process's own up to the top; True: version 2."""
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Of the files of one version of control groups."""
+
+    limit: str
+    used: str
+    dropped: str
+    quota: tuple[str, ...]
+
+
+_V1 = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+)
+_V2 = _Names("memory.max", "memory.current", "inactive_file", ("cpu.max",))
+
+
+def _cgroup_folders(text: str) -> Iterator[tuple[str, _Names]]:
+    """Each folder that may limit memory or CPU, from the process's own up to the top, from /proc/self/cgroup."""
     for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for controller in {"memory", "cpu"} & set(controllers.split(",")) if controllers else {""}:
-            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-                yield str(PurePosixPath("/sys/fs/cgroup", controller, str(group).lstrip("/"))), not controller
+        controllers, _, path = line.partition(":")[2].partition(":")
+        group = PurePosixPath(path)
+        for controller in controllers.split(","):  # one empty name in version 2
+            if controller in ("", "memory", "cpu"):
+                for each in (group, *group.parents):
+                    yield str(PurePosixPath(f"/sys/fs/cgroup/{controller}/{each}")), _V1 if controller else _V2
 
 
 def _int(text: str | None) -> int | None:
@@ -274,7 +283,9 @@ def visible_cards(cards: Mapping[str, Sequence[Accelerator]], visible: str | Non
         return tuple(card for group in cards.values() for card in group)
     seen: list[Accelerator] = []
     for wanted in map(str.strip, visible.split(",")):
-        by_uuid = [card for group in cards.values() for card in group if wanted and (card.uuid or "").startswith(wanted)]
+        by_uuid = [
+            card for group in cards.values() for card in group if wanted and (card.uuid or "").startswith(wanted)
+        ]
         matching = cards.get(wanted) or by_uuid[:1]
         if not matching:
             break

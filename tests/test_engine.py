@@ -197,10 +197,10 @@ def test_a_batch_answers_like_its_prompts_one_by_one() -> None:
     assert len(set(together)) > 1
 
 
-def test_more_prompts_than_fit_one_batch_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_prompts_than_fit_one_batch_are_all_answered() -> None:
     engine = new_engine()
     at_once = engine.greedy(PROMPTS, 6)
-    monkeypatch.setattr("peers.engines.transformers_engine.ROWS_MAX", 3)
+    engine = TransformersEngine(small_model(), LORA, rows_max=3)
     assert engine.greedy(PROMPTS, 6) == at_once
     groups = engine.generate(PROMPTS, Sampling(group_size=8, max_new_tokens=3), seed=0)
     assert [len(group) for group in groups] == [8] * len(PROMPTS)

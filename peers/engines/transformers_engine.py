@@ -24,6 +24,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from peers.engines import Completion, Generation
+from peers.engines.choose import ROWS_MAX
 from peers.models.base import BaseModel
 from peers.models.lora import adapter_values, attach_lora, lora_parameters
 from protocols.adapters import Adapter, adapter_digest
@@ -32,10 +33,6 @@ from protocols.manifest import LoraSpec
 from protocols.messages import Sampling
 
 # Shape suffixes: P = prompts, R = rows (prompts x group), T = tokens, V = vocabulary.
-
-# Rows decoded at once. More rows are faster per token until the cache fills the memory: 256 rows of 1024
-# tokens are 6 GB for a 0.5 B model (Qwen2.5: 24 KB a token in float32).
-ROWS_MAX = 256
 
 _INIT_SEED = 0  # which A stands there before the first adapter is loaded does not matter: B is 0
 
@@ -55,9 +52,11 @@ class TransformersEngine:
     name = "transformers"
     calls = 1
 
-    def __init__(self, model: BaseModel, lora: LoraSpec, device: str = "cpu") -> None:
-        """Moves the model to the device. Raises ValueError for LoRA targets that the model has not."""
+    def __init__(self, model: BaseModel, lora: LoraSpec, device: str = "cpu", rows_max: int = ROWS_MAX) -> None:
+        """Moves the model to the device, and computes in what its weights are in. At most `rows_max` completions are
+        decoded at once, a group at least. Raises ValueError for LoRA targets that the model has not."""
         self.device = device
+        self._rows_max = rows_max
         self._stopped = threading.Event()
         self._tokenizer = model.tokenizer
         self._scale = lora.alpha / lora.r
@@ -89,21 +88,20 @@ class TransformersEngine:
             self._current = None
             for path in self._paths:
                 delta = newest.matrices[f"{path}.lora_B"] @ newest.matrices[f"{path}.lora_A"] * self._scale
-                base = _linear(self._base, path).weight
-                _linear(self._merged, path).weight.copy_(base + delta.to(base.dtype))
+                _linear(self._merged, path).weight.copy_(_linear(self._base, path).weight + delta)  # rounds once
             self._current = newest
         return newest
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Generation:
         """`sampling.group_size` completions for each prompt; the same seed gives the same on the same machine.
 
-        Prompts are answered in batches of at most ROWS_MAX rows. Raises ValueError for an empty prompt.
+        Prompts are answered in batches of at most `rows_max` rows. Raises ValueError for an empty prompt.
         """
         begun = self._begin()
         generator = torch.Generator(device=self.device).manual_seed(seed)
         size = sampling.group_size
         rows = []
-        for batch in _batches(prompts, max(1, ROWS_MAX // size)):
+        for batch in _batches(prompts, max(1, self._rows_max // size)):
             rows += self._decode(batch, size, sampling.max_new_tokens, sampling.temperature, generator)
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         return Generation(begun.version, begun.adapter, groups)
@@ -112,7 +110,7 @@ class TransformersEngine:
         """The likeliest continuation of each prompt, token by token."""
         self._begin()
         rows = []
-        for batch in _batches(prompts, ROWS_MAX):
+        for batch in _batches(prompts, self._rows_max):
             rows += self._decode(batch, 1, max_new_tokens, temperature=1.0, generator=None)
         return rows
 

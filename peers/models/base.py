@@ -61,7 +61,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The weights in memory, in float32. They never change during a run."""
+    """The weights in memory, in float32 where a trainer has them. They never change during a run."""
 
     name: str
     module: "PreTrainedModel" = field(repr=False)

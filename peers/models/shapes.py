@@ -16,6 +16,7 @@ from peers.models.find import first_line
 from peers.models.lora import linear_targets
 from protocols.adapters import Tensor
 from protocols.manifest import LoraSpec
+from protocols.rollouts import PROMPT_TOKENS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Shapes:
     hidden: int
     intermediate: int
     """Width inside a layer's MLP."""
+    context: int
+    """Tokens that the model was made for."""
     cache_per_token: int
     """Numbers that a token leaves in the cache: keys and values of all layers."""
     adapted: Mapping[str, tuple[int, int]] = field(repr=False)
@@ -61,6 +64,7 @@ def read_shapes(files: ModelFiles, lora: LoraSpec) -> Shapes:
         vocab=text.vocab_size,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        context=getattr(text, "max_position_embeddings", None) or PROMPT_TOKENS_MAX,
         cache_per_token=2 * text.num_hidden_layers * kv_heads * head_dim,
         adapted={
             path: (linear.out_features, linear.in_features)
@@ -69,10 +73,13 @@ def read_shapes(files: ModelFiles, lora: LoraSpec) -> Shapes:
     )
 
 
-def zero_adapter(shapes: Shapes, r: int) -> dict[str, Tensor]:
-    """An adapter that changes nothing: both matrices 0. Like version 0 it is the base model, with another digest."""
+def zero_adapter(files: ModelFiles, lora: LoraSpec) -> dict[str, Tensor]:
+    """An adapter that changes nothing: all of it is 0. Like version 0 it is the base model; its digest is another.
+
+    Raises ValueError as `read_shapes` does.
+    """
     adapter = {}
-    for path, (num_out, num_in) in shapes.adapted.items():
-        adapter[f"{path}.lora_A"] = Tensor("F32", (r, num_in), bytes(4 * r * num_in))
-        adapter[f"{path}.lora_B"] = Tensor("F32", (num_out, r), bytes(4 * num_out * r))
+    for path, (num_out, num_in) in read_shapes(files, lora).adapted.items():
+        adapter[f"{path}.lora_A"] = Tensor("F32", (lora.r, num_in), bytes(4 * lora.r * num_in))
+        adapter[f"{path}.lora_B"] = Tensor("F32", (num_out, lora.r), bytes(4 * num_out * lora.r))
     return dict(sorted(adapter.items()))
