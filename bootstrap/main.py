@@ -344,8 +344,7 @@ def join(  # noqa: PLR0913
     invited = parse_invite(invite)
     _check_choice("engine", engine, ENGINES)
     _check_choice("device", device, DEVICES)
-    if memory is not None and not 0 < memory < 2**20:
-        raise ValueError(f"--memory {memory:g}: give the GiB that may be used")
+    memory_bytes = _memory_bytes(memory)
     where, announced = _listen_addresses(listen, host, port), _own_addresses(announce)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported, which is later
@@ -358,7 +357,6 @@ def join(  # noqa: PLR0913
         typer.echo(f"joined {invited.run}; Ctrl-C leaves", err=common.json)
 
     from peers.engines.choose import EngineOptions
-
     from peers.inference import InferenceOptions, run_inference
 
     options = InferenceOptions(
@@ -371,7 +369,7 @@ def join(  # noqa: PLR0913
             engine=engine,
             device=device,
             adapter_slots=adapter_slots,
-            memory_bytes=None if memory is None else round(memory * 2**30),
+            memory_bytes=memory_bytes,
         ),
         allow_code=frozenset(allow_code or ()),
     )
@@ -446,6 +444,72 @@ def sim(  # noqa: PLR0913
     _hand_over(result, report, root if common.home is not None or keep else None, common)
     if result["audit"]["ok"] is not True:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def doctor(  # noqa: PLR0913
+    ctx: typer.Context,
+    invite: Annotated[
+        str | None, typer.Argument(metavar="[INVITE]", help="'<address>#<run id>', in quotes.", show_default=False)
+    ] = None,
+    engine: Annotated[str, typer.Option(help="As join: auto, transformers, vllm or mlx.")] = "auto",
+    device: Annotated[str, typer.Option(help="As join: auto, cpu, cuda or mps.")] = "auto",
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GIB", help="As join.", show_default="what is free")
+    ] = None,
+    allow_code: Annotated[
+        list[str] | None,
+        typer.Option("--allow-code", metavar="NAME", help="As join: run this code of the run's owner."),
+    ] = None,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Download the run's model where it is missing.")] = False,
+    host: Host = "0.0.0.0",
+    port: Port = 0,
+    listen: Listen = None,
+    home: Home = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check this machine and its way into a swarm, before joining. Leaves nothing behind; exit code 1 on a problem.
+
+    Give it the invitation and the options that `swarm join` will get.
+
+    [bold]Examples[/bold]
+
+        swarm doctor
+
+        swarm doctor '/ip4/203.0.113.7/tcp/31415/p2p/12D3Koo...#sums-abc...'
+    """
+    common = _merged(ctx, home, as_json, debug)
+    from bootstrap.invite import parse_invite
+
+    invited = None if invite is None else parse_invite(invite)
+    _check_choice("engine", engine, ENGINES)
+    _check_choice("device", device, DEVICES)
+    memory_bytes, where = _memory_bytes(memory), _listen_addresses(listen, host, port)
+    from bootstrap.doctor import DoctorOptions
+    from bootstrap.doctor_command import Examined, examine
+    from peers.engines.choose import EngineOptions
+
+    options = DoctorOptions(
+        home=home_of("inference", common.home),
+        engine=EngineOptions(engine=engine, device=device, memory_bytes=memory_bytes),
+        invite=invited,
+        listen=where,
+        allow_code=frozenset(allow_code or ()),
+        fetch=fetch,
+    )
+    found: list[Examined] = []
+
+    async def work() -> None:
+        found.append(await examine(options, common.json))
+
+    _run_to_end(work, terminated=TERMINATED)
+    code = FAILED if found[0].has_problem else 0
+    if found[0].hangs:  # in a thread, which Python would wait for
+        sys.stdout.flush()
+        os._exit(code)
+    if code:
+        raise typer.Exit(code)
 
 
 class _StatusCommand(typer.core.TyperCommand):
@@ -531,6 +595,12 @@ def _run_of(text: str) -> tuple[str, Path | None]:
 
         return open_run(path).run, path
     return check_run_id(text), None
+
+
+def _memory_bytes(gib: float | None) -> int | None:
+    if gib is not None and not 0 < gib < 2**20:
+        raise ValueError(f"--memory {gib:g}: give the GiB that may be used")
+    return None if gib is None else round(gib * 2**30)
 
 
 def _listen_addresses(listen: list[str] | None, host: str, port: int) -> tuple[str, ...]:
