@@ -28,6 +28,7 @@ import psutil
 
 from peers.engines import Engine
 from peers.engines.choose import EngineOptions
+from peers.engines.measure import Measured
 from peers.generation import GroupMaker, Made
 from peers.rounds import RoundWork
 from protocols.codecs import CODECS
@@ -61,7 +62,7 @@ from swarm.tasks import run_loops
 log = logging.getLogger(__name__)
 
 CALL_TARGET_S = 0.5  # a generation call of this length loses little when a new version arrives meanwhile
-CALL_GROUPS_MAX = 64
+CALL_GROUPS_MAX = 64  # a guess; measuring finds the number that pays, up to this
 CALLS_PER_BATCH = 4  # so that a batch is not one peer's, and a new version is not waited with for long
 PATIENCE_S = 600.0  # without a word of any trainer; sixty leases, and long enough to restart one
 PUSH_TIMEOUT_S = 15.0
@@ -151,6 +152,8 @@ class InferencePeer:
         self.follower = node.followers[options.run]
         self.outbox = Outbox()
         self.loaded: Loaded | None = None
+        self.measured: Measured
+        """At start: the rate, and the rows that it was best with."""
         self.tokens_per_s: float | None = None
         self.generated = Counter[str]()
         self.groups_per_s: float | None = None
@@ -221,9 +224,10 @@ class InferencePeer:
 
     def _load(self, manifest: Manifest) -> None:
         from peers.engines.choose import make_engine
-        from peers.engines.measure import measure_tokens_per_s
+        from peers.engines.measure import measure
         from peers.environments.load import load_environment
         from peers.models.find import check_model, find_model
+        from peers.models.shapes import zero_adapter
         from peers.prompts import Prompts
 
         environment = load_environment(manifest.environment, self.options.allow_code)
@@ -233,7 +237,10 @@ class InferencePeer:
         self.maker = GroupMaker(manifest, self.node.peer_id, environment, files.tokenizer, prompts)
         self.engine: Engine = make_engine(self.options.engine, files, manifest)
         self._calls = ThreadPoolExecutor(self.engine.calls, thread_name_prefix="engine")
-        self.tokens_per_s = measure_tokens_per_s(self.engine, [self.maker.prompt(each) for each in range(8)], manifest)
+        nothing = zero_adapter(files, manifest.lora)
+        samples = [self.maker.prompt(counter) for counter in range(2 * CALL_GROUPS_MAX)]
+        self.measured = measure(self.engine, nothing, samples, manifest.sampling)
+        self.tokens_per_s = self.measured.tokens_per_s
 
     # ------------------------------------------------------------------ policy
 
@@ -521,7 +528,9 @@ class InferencePeer:
         """
         self.tokens_per_s = running_mean(self.tokens_per_s, num_tokens / elapsed_s, RATE_GAIN)
         self.groups_per_s = running_mean(self.groups_per_s, num_groups / elapsed_s, RATE_GAIN)
-        limit = max(1, min(CALL_GROUPS_MAX, self.follower.manifest.learning.batch_groups // CALLS_PER_BATCH))
+        manifest = self.follower.manifest
+        best = self.measured.rows // manifest.sampling.group_size
+        limit = max(1, min(CALL_GROUPS_MAX, best, manifest.learning.batch_groups // CALLS_PER_BATCH))
         if self._call_s < CALL_TARGET_S / 2:
             self._call_groups = min(limit, self._call_groups * 2)
         elif self._call_s > CALL_TARGET_S * 2:
