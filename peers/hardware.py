@@ -45,7 +45,7 @@ NVIDIA_SMI = (
 NVIDIA_INSTANCES = ("nvidia-smi", "-L")
 SYSCTL = ("sysctl", "hw.memsize", "hw.logicalcpu", "machdep.cpu.brand_string", "iogpu.wired_limit_mb")
 VM_STAT = ("vm_stat",)
-DISPLAYS = ("system_profiler", "SPDisplaysDataType", "-json", "-detailLevel", "mini")
+DISPLAYS = ("system_profiler", "SPDisplaysDataType", "-json")
 
 
 @dataclass(frozen=True, slots=True)
