@@ -3,10 +3,11 @@
     producer                                        trainer
     Outbox: keep each group on disk                 Intake: judge each group, store the accepted
       until a receipt names it                        ones on disk, then sign the receipt
-                                                      queued -> trained | no signal | stale
+                                                      queued -> trained | no signal | stale | disowned
 
 A lost receipt means the same group comes again and is answered `duplicate`. A group that was accepted and grew too
-old in the queue is named again, as `stale`, in a later receipt. Both machines hold only what they need to decide;
+old in the queue is named again, as `stale`, in a later receipt; so is, as `invalid`, one of a producer that turns out
+not to run the version it names. Both machines hold only what they need to decide;
 their drivers hold the bytes, and rebuild them from disk after a crash.
 """
 
@@ -37,6 +38,7 @@ OUTBOX_GROUPS_MAX = 1024
 # Accepted groups of which a producer still believes that they are revised: eight batches of 1024 groups.
 REVISABLE_MAX = 8 * 1024
 PUSH_GROUPS_MAX = 256
+REVISIONS = ("stale", "invalid")  # what may become of an accepted group that is not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class Intake:
         self.batch_groups = batch_groups
         self._bound = max_lag
         self.counts: Counter[str] = Counter()
-        """Groups by what became of them: received, accepted, stale, duplicate, invalid, trained, no_signal."""
+        """Groups by what became of them:
+        received, accepted, stale, duplicate, invalid; trained, no_signal, disowned."""
         self.reasons: Counter[str] = Counter()
         """Invalid groups by reason."""
         self._queue: OrderedDict[bytes, Queued] = OrderedDict()
@@ -90,9 +93,9 @@ class Intake:
         self._invalid: Counter[str] = Counter()
 
     def restore(self, queued: Iterable[Queued], consumed: Iterable[Queued]) -> None:
-        """Rebuild from disk: groups that wait, and groups that must not come again (trained, no signal or stale).
+        """Rebuild from disk: groups that wait, and those that must not come again.
 
-        `consumed` may leave out groups beyond the bound when `used` tells their counters.
+        The latter were trained, gave no signal, went stale or were disowned. `consumed` may leave out groups beyond the bound when `used` tells their counters.
         """
         for group in consumed:
             self._remember(group)
@@ -225,6 +228,21 @@ class Intake:
             self._taken[group.digest] = self._queue.pop(group.digest)
         return Batch(tuple(groups), stale)
 
+    def disown(self, producer: str, reason: str) -> tuple[Queued, ...]:
+        """Take out all that this producer has here, of the taken batch too; what else was taken waits again.
+
+        The driver records it as disowned before a receipt tells so.
+        """
+        groups = [*self._taken.values(), *self._queue.values()]
+        self._taken.clear()
+        self._queue = OrderedDict((group.digest, group) for group in groups if group.producer != producer)
+        gone = tuple(group for group in groups if group.producer == producer)
+        for group in gone:
+            self._release(group)
+            self._tell_later(producer, GroupReceipt(group.counter, group.digest, "invalid", reason))
+        self.counts["disowned"] += len(gone)
+        return gone
+
     def settle(self, outcome: str) -> None:
         """The taken batch is on disk as `trained` or `no_signal`."""
         self.counts[outcome] += len(self._taken)
@@ -233,7 +251,7 @@ class Intake:
         self._taken.clear()
 
     def later(self, producer: str) -> tuple[GroupReceipt, ...]:
-        """For this producer's next receipt: accepted groups that have become stale in the queue. Each is told once."""
+        """For this producer's next receipt: accepted groups that were not trained after all. Each is told once."""
         return tuple(self._later.pop(producer, ()))
 
     def forget(self, steps_done: int) -> None:
@@ -293,7 +311,8 @@ class Outbox:
 
     def __init__(self, *, retry_s: float = 1.0, retry_max_s: float = 15.0) -> None:
         self.counts: Counter[str] = Counter()
-        """Groups by what their receipts say became of them; one that is revised moves from accepted to stale."""
+        """Groups by what their receipts say became of them; one that is revised moves from accepted to stale or
+        invalid."""
         self._pending: OrderedDict[int, int] = OrderedDict()  # counter -> encoded bytes
         self._revisable: OrderedDict[int, None] = OrderedDict()  # counters of accepted groups
         self._retry_s = retry_s
@@ -331,7 +350,7 @@ class Outbox:
 
         The driver has checked that it is a trainer's, of this run, and to this producer. One that settles nothing
         does not end a back-off: an empty receipt for each push would be a busy loop. A group that was accepted can be
-        named once more, as stale.
+        named once more, as stale or invalid.
         """
         done = []
         for group in receipt.groups:
@@ -340,10 +359,10 @@ class Outbox:
                 done.append(group.counter)
                 if group.outcome == "accepted":
                     self._may_be_revised(group.counter)
-            elif group.outcome == "stale" and group.counter in self._revisable:
+            elif group.outcome in REVISIONS and group.counter in self._revisable:
                 del self._revisable[group.counter]
                 self.counts["accepted"] -= 1
-                self.counts["stale"] += 1
+                self.counts[group.outcome] += 1
         if done:
             self._failures, self._not_before_s = 0, 0.0
         return done

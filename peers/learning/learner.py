@@ -27,6 +27,7 @@ from typing import Literal
 import safetensors
 import safetensors.torch
 import torch
+from peft import PeftModel
 
 from peers.learning.advantages import ADVANTAGES
 from peers.learning.losses import LOSSES, LossSums, TokenBatch, staleness_weight
@@ -128,6 +129,44 @@ class _Row:
     weight: float = 1.0
 
 
+class Scorer:
+    """Log-probabilities of given tokens under a policy, at the temperature that they were sampled at."""
+
+    def __init__(self, policy: PeftModel, temperature: float) -> None:
+        self.policy = policy
+        self.device = next(policy.parameters()).device
+        self.micro_batch_tokens = MICRO_BATCH_TOKENS_CPU if self.device.type == "cpu" else MICRO_BATCH_TOKENS_GPU
+        self._temperature = temperature
+
+    @torch.no_grad()
+    def group(self, group: TrainingGroup) -> list[tuple[float, ...]]:
+        """Of each completion token of a group, under the policy's adapter as it stands."""
+        rows = [
+            _Row(group.prompt_ids + completion, len(group.prompt_ids), behaviour, 0.0)
+            for completion, behaviour in zip(group.completions, group.logprobs, strict=True)
+        ]
+        found: dict[tuple[int, ...], tuple[float, ...]] = {}
+        for batch in _micro_batches([row for row in rows if row.behaviour], self.micro_batch_tokens):
+            logprob_BT = self.tokens(self.ids(batch), _num_kept(batch))
+            first = min(row.num_prompt for row in batch)
+            for row, logprobs in zip(batch, logprob_BT.tolist(), strict=True):
+                found[row.ids] = tuple(logprobs[row.num_prompt - first : len(row.ids) - first])
+        return [found.get(row.ids, ()) for row in rows]
+
+    def ids(self, batch: Sequence[_Row]) -> torch.Tensor:
+        """Right-padded, int64 [B, T]."""
+        length = max(len(row.ids) for row in batch)
+        padded = [row.ids + (PAD_ID,) * (length - len(row.ids)) for row in batch]
+        return torch.tensor(padded, device=self.device)
+
+    def tokens(self, ids_BT: torch.Tensor, num_kept: int) -> torch.Tensor:
+        """Of each of the last `num_kept` tokens of each row, float32 [B, num_kept]."""
+        output = self.policy(input_ids=ids_BT[:, :-1], use_cache=False, logits_to_keep=num_kept)
+        logit_BTV = output.logits.float() / self._temperature
+        picked_BT = logit_BTV.gather(-1, ids_BT[:, -num_kept:, None]).squeeze(-1)
+        return picked_BT - logit_BTV.logsumexp(-1)
+
+
 class Learner:
     """The policy in training: base model, LoRA adapter and AdamW. Synchronous; call it from one thread."""
 
@@ -149,14 +188,12 @@ class Learner:
         """Optimizer steps done; skipped ones do not count."""
         self._spec = spec
         self._downweight = stale == "downweight"
-        self._temperature = temperature
+        self._scorer = Scorer(self.policy, temperature)
         self._advantages = ADVANTAGES[spec.loss]
         self._loss = LOSSES[spec.loss]
         self._parameters = lora_parameters(self.policy)
         self._residual: dict[str, torch.Tensor] = {}
         """By name: what the last published adapter lacks, float32. Absent is zero."""
-        self._device = next(iter(self._parameters.values())).device
-        self._micro_batch_tokens = MICRO_BATCH_TOKENS_CPU if self._device.type == "cpu" else MICRO_BATCH_TOKENS_GPU
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=spec.learning_rate,
@@ -194,18 +231,7 @@ class Learner:
 
     def logprobs(self, group: TrainingGroup) -> list[tuple[float, ...]]:
         """Log-probability of each completion token under the adapter as it stands, at the temperature."""
-        rows = [
-            _Row(group.prompt_ids + completion, len(group.prompt_ids), behaviour, 0.0)
-            for completion, behaviour in zip(group.completions, group.logprobs, strict=True)
-        ]
-        found: dict[tuple[int, ...], tuple[float, ...]] = {}
-        for batch in _micro_batches([row for row in rows if row.behaviour], self._micro_batch_tokens):
-            with torch.no_grad():
-                logprob_BT = self._token_logprobs(self._ids(batch), _num_kept(batch))
-            first = min(row.num_prompt for row in batch)
-            for row, logprobs in zip(batch, logprob_BT.tolist(), strict=True):
-                found[row.ids] = tuple(logprobs[row.num_prompt - first : len(row.ids) - first])
-        return [found.get(row.ids, ()) for row in rows]
+        return self._scorer.group(group)
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter as it stands."""
@@ -310,7 +336,7 @@ class Learner:
         self._optimizer.zero_grad()  # gradients are only those of this step, however the one before ended
         loss = 0.0
         totals: dict[str, float] = {}
-        for batch in _micro_batches(rows, self._micro_batch_tokens):
+        for batch in _micro_batches(rows, self._scorer.micro_batch_tokens):
             batch_loss, sums = self._batch_loss(batch, num_tokens)
             batch_loss.backward()
             loss += batch_loss.item()
@@ -322,12 +348,13 @@ class Learner:
         return {"loss": loss, "grad_norm": grad_norm.item(), **means}
 
     def _batch_loss(self, batch: Sequence[_Row], num_tokens: int) -> tuple[torch.Tensor, LossSums]:
-        ids_BT, num_kept = self._ids(batch), _num_kept(batch)
+        scorer, device = self._scorer, self._scorer.device
+        ids_BT, num_kept = scorer.ids(batch), _num_kept(batch)
         base_BT = None
         if self._spec.kl_beta > 0.0:
             with torch.no_grad(), self.policy.disable_adapter():
-                base_BT = self._token_logprobs(ids_BT, num_kept)
-        current_BT = self._token_logprobs(ids_BT, num_kept)
+                base_BT = scorer.tokens(ids_BT, num_kept)
+        current_BT = scorer.tokens(ids_BT, num_kept)
 
         first = min(row.num_prompt for row in batch)
         behaviour_BT = torch.zeros(len(batch), num_kept)
@@ -339,25 +366,13 @@ class Learner:
         tokens = TokenBatch(
             current_BT=current_BT,
             proximal_BT=current_BT.detach(),
-            behaviour_BT=behaviour_BT.to(self._device),
-            advantage_B=torch.tensor([row.advantage for row in batch], device=self._device),
-            mask_BT=mask_BT.to(self._device),
+            behaviour_BT=behaviour_BT.to(device),
+            advantage_B=torch.tensor([row.advantage for row in batch], device=device),
+            mask_BT=mask_BT.to(device),
             base_BT=base_BT,
-            weight_B=torch.tensor([row.weight for row in batch], device=self._device),
+            weight_B=torch.tensor([row.weight for row in batch], device=device),
         )
         return self._loss(tokens, self._spec, num_tokens)
-
-    def _ids(self, batch: Sequence[_Row]) -> torch.Tensor:
-        length = max(len(row.ids) for row in batch)
-        padded = [row.ids + (PAD_ID,) * (length - len(row.ids)) for row in batch]
-        return torch.tensor(padded, device=self._device)
-
-    def _token_logprobs(self, ids_BT: torch.Tensor, num_kept: int) -> torch.Tensor:
-        """Log-probability of each of the last `num_kept` tokens of each row, float32 [B, num_kept]."""
-        output = self.policy(input_ids=ids_BT[:, :-1], use_cache=False, logits_to_keep=num_kept)
-        logit_BTV = output.logits.float() / self._temperature
-        picked_BT = logit_BTV.gather(-1, ids_BT[:, -num_kept:, None]).squeeze(-1)
-        return picked_BT - logit_BTV.logsumexp(-1)
 
 
 _REPORT_NAMES = {
