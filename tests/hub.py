@@ -1,6 +1,7 @@
 """A model hub on loopback that counts what is asked for, and a tiny model for it to serve."""
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 COMMIT = "0123456789" * 4
+REVISIONS = ("main", "v1", COMMIT)  # all of them the one commit
 
 
 @dataclass
@@ -17,6 +19,8 @@ class Hub:
 
     folder: Path | None
     """Files of the one model; None has nothing."""
+    refusal: tuple[int, str] | None = None
+    """Status and error code of every answer about a model, such as (403, "GatedRepo")."""
     url: str = ""
     asked: list[str] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -24,31 +28,49 @@ class Hub:
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """`/<model>/resolve/<revision>/<file>`, as huggingface_hub asks for it."""
+        """`/api/models/<model>` with `/revision/` or `/tree/`, and `/<model>/resolve/<revision>/<file>`, as
+        huggingface_hub asks for them."""
 
         def do_GET(self) -> None:
             hub.asked.append(f"{self.command} {self.path}")
-            _, found, rest = self.path.partition("/resolve/")
-            name = rest.partition("/")[2].partition("?")[0]
-            path = hub.folder / name if found and hub.folder is not None else None
-            if path is None or not path.is_file():
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            data = path.read_bytes()
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
+            path = self.path.partition("?")[0]
+            if path == "/":
+                return self._answer(200, b"")
+            if hub.refusal is not None or hub.folder is None:
+                return self._refuse(*(hub.refusal or (404, "RepoNotFound")))
+            if path.startswith("/api/models/"):
+                return self._about(hub.folder, path)
+            name = path.partition("/resolve/")[2].partition("/")[2]
+            file = hub.folder / name
+            if not name or not file.is_file():
+                return self._refuse(404, "EntryNotFound")
+            data = file.read_bytes()
+            self._answer(200, data, ETag=f'"{hashlib.sha256(data).hexdigest()}"')
             if self.command == "GET":
                 hub.sent[name] = hub.sent.get(name, 0) + len(data)
-                self.wfile.write(data)
 
         do_HEAD = do_GET
+
+        def _about(self, folder: Path, path: str) -> None:
+            revision = path.replace("/tree/", "/revision/").partition("/revision/")[2] or "main"
+            if revision not in REVISIONS:
+                return self._refuse(404, "RevisionNotFound")
+            files = [(file.name, file.stat().st_size) for file in sorted(folder.iterdir())]
+            said: object = {"id": "a/b", "sha": COMMIT, "siblings": [{"rfilename": n, "size": s} for n, s in files]}
+            if "/tree/" in path:
+                said = [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in files]
+            self._answer(200, json.dumps(said).encode())
+
+        def _refuse(self, status: int, code: str) -> None:
+            self._answer(status, b"", **{"X-Error-Code": code})
+
+        def _answer(self, status: int, body: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"X-Repo-Commit": COMMIT, "Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -108,7 +108,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _digest(self, raw: bytes) -> bytes:
-        """Over its files, the special ids, the template, and the ids of a probe: how the libraries here read the files."""
+        """Over its files, special ids, template, and the ids of a probe: how the libraries here read the files."""
         rules = {
             "before": self._before,
             "eos": sorted(self.eos_ids),
