@@ -1,6 +1,6 @@
 """The transformers engine: log-probabilities of what was really sampled, rows that end where they end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peers.engines import Completion, Engine
-from peers.engines.measure import measure_tokens_per_s
+from peers.engines import Completion, Generation
+from peers.engines.measure import BUDGET_S, Measured, measure
 from peers.engines.transformers_engine import TransformersEngine, _Draw, _left_padded, decode
 from peers.models.base import BaseModel
 from peers.models.lora import attach_lora, read_adapter, write_adapter
@@ -264,11 +264,82 @@ def test_nothing_asked_nothing_answered_and_an_empty_prompt_is_an_error() -> Non
         engine.greedy([(1,), ()], 3)
 
 
-def test_tokens_per_second_are_measured() -> None:
-    engine: Engine = new_engine()
-    assert measure_tokens_per_s(engine, PROMPTS, Sampling(max_new_tokens=4)) > 10
-    with pytest.raises(ValueError, match="at least one prompt"):
-        measure_tokens_per_s(engine, [], Sampling())
+class Clocked:
+    """An engine whose calls last as long as the test says: by rows and tokens of a completion."""
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        self.seconds = seconds
+        self.now_s = 100.0
+        self.calls: list[tuple[list[Ids], int]] = []
+        self.loaded: list[tuple[int, dict[str, Tensor]]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def load_adapter(self, version: int, adapter: dict[str, Tensor]) -> None:
+        self.loaded.append((version, adapter))
+
+    def generate(self, prompts: Sequence[Ids], sampling: Sampling, seed: int) -> Generation:
+        tokens = sampling.max_new_tokens
+        self.calls.append((list(prompts), tokens))
+        self.now_s += self.seconds(len(prompts) * sampling.group_size, tokens)
+        row = Completion((1,) * tokens, (-1.0,) * tokens, "length")
+        return Generation(0, b"", [[row] * sampling.group_size for _ in prompts])
+
+    def measured(self, max_new_tokens: int = 16, num_prompts: int = 64) -> Measured:
+        prompts = [(number,) for number in range(num_prompts)]
+        return measure(self, {}, prompts, Sampling(group_size=4, max_new_tokens=max_new_tokens), self.clock)
+
+
+def test_rows_double_until_they_no_longer_pay() -> None:
+    # A step costs 1 ms up to 32 rows, and from there on 1 ms for each 32: 64 rows make as many tokens a second as 32.
+    engine = Clocked(lambda rows, tokens: tokens * 1e-3 * max(1.0, rows / 32))
+    measured = engine.measured()
+    assert measured.rows == 32
+    assert measured.tokens_per_s == pytest.approx(32_000)
+    assert measured.memory_bytes > 50_000_000
+    assert engine.loaded == [(0, {})]
+    assert [len(prompts) for prompts, _ in engine.calls] == [1, 1, 1, 2, 4, 8, 16]
+    asked = [prompt for prompts, _ in engine.calls[2:] for prompt in prompts]
+    assert len(set(asked)) == len(asked), "no prompt is in a cache already"
+
+
+def test_rows_stay_where_a_call_would_keep_new_versions_waiting() -> None:
+    # 16 tokens take 0.5 s with 4 rows, 0.8 s with 8, 1.5 s with 16 and 2.6 s, over CALL_S_MAX, with 32.
+    engine = Clocked(lambda rows, tokens: tokens * 1e-2 * rows**0.8)
+    assert engine.measured().rows == 16
+    # Long completions are not waited for, and count in full: 4 rows of 1600 tokens take 48 s.
+    assert engine.measured(max_new_tokens=1600).rows == 4
+    assert engine.now_s < 120
+
+
+def test_measuring_a_slow_machine_takes_little_longer_than_its_budget() -> None:
+    engine = Clocked(lambda rows, tokens: 0.5 * tokens * rows**0.5)  # 4 rows: a second a token
+    measured = engine.measured(max_new_tokens=512)
+    assert measured.tokens_per_s == pytest.approx(4)
+    assert engine.now_s - 100 < BUDGET_S
+    assert engine.measured(max_new_tokens=1).tokens_per_s == pytest.approx(8), "16 rows in 2 s"
+
+
+def test_measuring_needs_prompts_and_tries_as_many_rows_as_they_allow() -> None:
+    free = Clocked(lambda rows, tokens: tokens * 1e-3)
+    assert free.measured(num_prompts=16).rows == 8 * 4
+    assert free.measured(num_prompts=2).rows == 4
+    with pytest.raises(ValueError, match="two prompts"):
+        free.measured(num_prompts=1)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = small_model()
+    measured, fresh = TransformersEngine(model, LORA), TransformersEngine(small_model(), LORA)
+    nothing = {name: t._replace(data=bytes(len(t.data))) for name, t in an_adapter(model, 1).items()}
+    found = measure(measured, nothing, PROMPTS, Sampling(max_new_tokens=4))
+    assert found.tokens_per_s > 1
+    assert found.rows in (8, 16)
+    for engine in (measured, fresh):
+        engine.load_adapter(3, an_adapter(model, 2))
+    sampling = Sampling(group_size=4, max_new_tokens=8)
+    assert measured.generate(PROMPTS, sampling, 9) == fresh.generate(PROMPTS, sampling, 9)
 
 
 def test_weights_that_lead_to_no_probabilities_are_the_adapters_fault() -> None:

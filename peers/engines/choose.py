@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peers.engines import NAMES, Engine
-from peers.hardware import GIB, Hardware, detect
+from peers.hardware import GIB, MIB, Hardware, detect
 from peers.models.base import ModelFiles
 from protocols.manifest import Manifest
 from protocols.messages import Sampling
@@ -318,18 +318,17 @@ def require_fit(need: MemoryNeed, limit: int | None, model: str, choice: Choice)
     """Raises ValueError, in one line with the numbers, if the need is over the limit; an unknown limit is none."""
     if limit is None or need.total <= limit:
         return
-    parts = ", ".join(
-        f"{name} {_gib(getattr(need, name))}" for name in ("weights", "adapter", "cache", "activations", "runtime")
-    )
+    names = ("weights", "adapter", "cache", "activations", "runtime")
+    parts = ", ".join(f"{name} {_size(getattr(need, name))}" for name in names)
     raise ValueError(
-        f"model {model!r} needs {_gib(need.total)} GiB ({parts}) with {choice.engine} in {choice.dtype}, and may take "
-        f"{_gib(limit)} GiB on {choice.device} here: close other programs, raise --memory, or join a run with a "
-        "smaller model"
+        f"model {model!r} needs {_size(need.total)} ({parts}) with {choice.engine} in {choice.dtype}, and may take "
+        f"{_size(limit)} on {choice.device} here: close other programs, raise --memory, or join a run with a smaller "
+        "model"
     )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB // 10 else f"{num_bytes / GIB:.2g}"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def rows_for(
@@ -397,7 +396,7 @@ def make_engine(options: EngineOptions, files: ModelFiles, manifest: Manifest) -
     if planned.limit is None:
         log.warning("free memory of %s is unknown: whether %s fits is not checked", planned.choice.device, files.name)
     else:
-        log.info("up to %d rows at once: %s of %s GiB", planned.rows, _gib(planned.need.total), _gib(planned.limit))
+        log.info("up to %d rows at once: %s of %s", planned.rows, _size(planned.need.total), _size(planned.limit))
     if hardware.cores is not None:
         _bound_threads(hardware.cores)
     return _built(planned, options, files, manifest)
