@@ -229,6 +229,10 @@ COMMENTS = {
     "learning.kl_beta": "Weight of the KL penalty towards the base model; 0.0 turns it off.",
     "learning.max_grad_norm": "Gradients are scaled down to this norm.",
     "learning.mask_truncated": "Leave completions that ran into max_new_tokens out of the loss.",
+    "learning.gap_max": (
+        "The trainer computes some log-probabilities again, under the version that the rollout names. A producer whose "
+        "mean difference is over this, in nats a token, does not run that version and is refused; 0.0 looks at nobody."
+    ),
     "coordination.mode": (
         "When peers generate. `async`: all the time, as far ahead as they have credit. `sequential`: when the trainer "
         "calls. `auto`: the coordinator picks by measured rates."

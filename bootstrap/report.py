@@ -6,7 +6,7 @@ Nothing is taken from what the simulation thinks it did. What nobody reported is
 of groups, as the trainer counted them at its door and when it consumed them:
 
     received = accepted + stale + duplicate + invalid                       (at the door)
-    accepted + resumed = trained + no_signal + stale_in_queue + unused + queued + lost
+    accepted + resumed = trained + no_signal + stale_in_queue + disowned + unused + queued + lost
 
 `resumed` groups waited on disk when the trainer started, `queued` ones when it stopped before the run's end.
 """
@@ -28,7 +28,7 @@ from protocols.ledger import Audit
 
 FORMAT = 1
 _AT_THE_DOOR = ("received", "accepted", "stale", "duplicate", "invalid")
-_BECAME = ("trained", "no_signal", "stale_in_queue", "unused", "queued")
+_BECAME = ("trained", "no_signal", "stale_in_queue", "disowned", "unused", "queued")
 _SWITCH = ("t", "mode", "term", "groups_per_s", "needed_per_s", "batch_groups", "step_s", "refresh_s")
 _COUNTED = (*_AT_THE_DOOR, "resumed", *_BECAME)
 
@@ -89,7 +89,7 @@ def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | 
         "steps": final.get("steps", steps[-1]["step"] if steps else None),
         "steps_wanted": about.steps_wanted,
         "wall_s": round(about.wall_s, 3),
-        "time": {key: final.get(key) for key in ("wall_s", "train_s", "wait_s", "publish_s")},
+        "time": {key: final.get(key) for key in ("wall_s", "train_s", "wait_s", "check_s", "publish_s")},
         "peers": {role: roles.count(role) for role in ("bootstrap", "trainer", "inference")},
         "reward": {"per_step": rewards, "first": _tenth(rewards, first=True), "last": _tenth(rewards, first=False)},
         "eval": _evaluation(trainer),
@@ -101,6 +101,7 @@ def build_report(about: About, peers: Sequence[Sequence[Event]], audit: Audit | 
             "queue_max": _max([event.get("lag_queue_max") for event in steps]),
         },
         "coordinator": _coordinator([event for events in peers for event in events], final.get("t", math.inf)),
+        "agreement": _agreement(trainer),
         "rounds": _rounds([event for event in trainer if event["event"] == "round"]),
         "idle": {"trainer": _share(final.get("wait_s"), final.get("wall_s")), "inference": _idle(inference)},
         "bytes": {key: (final.get("bytes") or {}).get(key) for key in ("adapters", "rollouts", "gossip")},
@@ -172,6 +173,20 @@ def _rounds(rounds: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+def _agreement(trainer: Sequence[Event]) -> dict[str, Any]:
+    """By engine, the trainer's own log-probabilities against the producers'; groups that it could not judge left out.
+
+    Null where it looked at nothing."""
+    looks = [look for event in trainer if event["event"] == "agreement" for look in event["groups"] if look["tokens"]]
+    engines: dict[str, Any] = {}
+    for name in sorted({look["engine"] for look in looks}):
+        of_engine = [look for look in looks if look["engine"] == name]
+        tokens = sum(look["tokens"] for look in of_engine)
+        mean = sum(look["mean"] * look["tokens"] for look in of_engine) / tokens
+        engines[name] = {"tokens": tokens, "mean": mean, "max": max(look["max"] for look in of_engine)}
+    return {"engines": engines or None}
+
+
 def _idle(inference: Sequence[Sequence[Event]]) -> float | None:
     """Mean share of their time in which peers did not generate, of those that said so at their end."""
     finals = [_last(events, "final") for events in inference]
@@ -223,7 +238,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
     reward, measured, rollouts, lag, audit = (report[key] for key in ("reward", "eval", "rollouts", "lag", "audit"))
     idle = report["idle"]
     verdict = {True: "ok", None: "not possible"}.get(audit["ok"], "FAILED")
-    ends = ("no_signal", "stale", "stale_in_queue", "duplicate", "invalid", "unused", "lost")
+    ends = ("no_signal", "stale", "stale_in_queue", "disowned", "duplicate", "invalid", "unused", "lost")
     outcomes = [f"{rollouts[key]} {key}".replace("_", " ") for key in ends if rollouts[key] or key == "lost"]
     problems = "" if measured["problems"] is None else f"   ({measured['problems']} problems, greedy)"
     traffic = [f"{key} {size(count)}" for key, count in report["bytes"].items() if count is not None]

@@ -21,6 +21,7 @@ from peers.environments.split import training_problem
 from peers.learning.learner import TrainingGroup
 from peers.models.base import Tokenizer
 from peers.prompts import Prompts
+from protocols.agreement import Disowned, Verdict
 from protocols.delivery import Intake, Queued
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault
@@ -109,6 +110,8 @@ class Ingest:
         """Called with (producer, groups) once they are on disk, before the receipt leaves."""
         self.lock = asyncio.Lock()
         self.refusals: Counter[str] = Counter()
+        self.disowned = Disowned()
+        """Producers that do not run the versions that they name."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingest")
         self._judging: set[asyncio.Task[Reply]] = set()
 
@@ -128,7 +131,10 @@ class Ingest:
         except PeerFault as fault:
             self.refusals[fault.reason] += 1
             log.info("push of %s refused: %s", short(peer_id), fault)
-            return Refused(fault.reason)
+            if fault.reason != "quarantined":
+                return Refused(fault.reason)
+            last = self.intake.later(peer_id)  # no other receipt will tell of them
+            return self._receipt(peer_id, last) if last else Refused(str(fault))
 
     def _open(self, request: PushRollouts, peer_id: str) -> Sealed[RolloutBatch]:
         sealed = unseal(request.envelope, RolloutBatch)
@@ -142,7 +148,29 @@ class Ingest:
         """How many groups of this push may be accepted now. Raises PeerFault when it is not to be looked at."""
         if self.closed:
             raise PeerFault("run ended")
+        why = self._disowned(peer_id)
+        if why:
+            raise PeerFault("quarantined", why)
         return self.intake.admit(peer_id, num_groups)
+
+    def unwanted(self, peer_id: str) -> bool:
+        """Whether nothing more is taken from this peer."""
+        return self.intake.quarantined(peer_id) or bool(self._disowned(peer_id))
+
+    def _disowned(self, peer_id: str) -> str:
+        return self.disowned.why(peer_id, self._session(peer_id))
+
+    def _session(self, peer_id: str) -> bytes | None:
+        seen = self.node.neighbours.get(peer_id)
+        return seen.beat.session if seen is not None else None
+
+    async def disown(self, producer: str, verdict: Verdict) -> int:
+        """Take nothing more from this session of the producer, and train nothing that waits of it; how many groups."""
+        async with self.lock:
+            self.disowned.add(producer, self._session(producer), verdict.words)
+            gone = self.intake.disown(producer, verdict.words)
+            await self.store.set_state([group.digest for group in gone], "disowned", self.steps_done)
+        return len(gone)
 
     @property
     def node_run(self) -> str:
@@ -181,17 +209,25 @@ class Ingest:
             self.arrived.set()
             if self.on_accepted is not None:
                 self.on_accepted(peer_id, [group.queued for group in accepted])
-        outcomes = (*receipts, *self.intake.later(peer_id))
+        return self._receipt(peer_id, (*receipts, *self.intake.later(peer_id)))
+
+    def _receipt(self, peer_id: str, outcomes: tuple[GroupReceipt, ...]) -> Reply:
         receipt = Receipt(self.node_run, peer_id, outcomes, self.steps_done, self.intake.queued)
         return Envelopes((seal(self.node.identity.key, receipt).raw,))
 
     async def training_groups(self, digests: list[bytes]) -> list[TrainingGroup]:
         """Stored groups as the learner wants them, in the order asked for."""
-        stored = await self.store.bodies(digests)
-        return [self._training_group(body, rewards) for body, rewards in stored]
+        return [training for _, training in await self.opened(digests)]
 
-    def _training_group(self, body: bytes, rewards: bytes) -> TrainingGroup:
-        group = _group_decoder.decode(body)
+    async def opened(self, digests: list[bytes]) -> list[tuple[RolloutGroup, TrainingGroup]]:
+        """Stored groups as they came and as the learner wants them, in the order asked for."""
+        stored = await self.store.bodies(digests)
+        groups = [_group_decoder.decode(body) for body, _ in stored]
+        return [
+            (group, self._training_group(group, rewards)) for group, (_, rewards) in zip(groups, stored, strict=True)
+        ]
+
+    def _training_group(self, group: RolloutGroup, rewards: bytes) -> TrainingGroup:
         rollouts = unpack_group(group, self.checker.rules)
         return TrainingGroup(
             prompt_ids=unpack_ids(group.prompt_ids),

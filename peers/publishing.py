@@ -13,6 +13,7 @@ After a restart the disk may not hold what was announced: what is `missing` is m
 """
 
 import errno
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from protocols.messages import AdapterRef, Announcement, BlobRef, DeltaRef
 from protocols.paths import Hop, cheapest, follow
 from protocols.transfer import blob_ref
 from swarm.blobs import BlobStore
+
+log = logging.getLogger(__name__)
 
 RAW = "raw"  # a keyframe and nothing else
 
@@ -168,6 +171,15 @@ def remake(hop: Hop, entries: Sequence[Announcement], published: Adapter, target
     if blob is not None:
         _put(blob, blobs)
     return blob is not None
+
+
+def rebuild(entries: Sequence[Announcement], blobs: BlobStore) -> Adapter | None:
+    """The adapter of the last of these announcements, from what is on disk; None when that does not lead there."""
+    try:
+        return _rebuilt(_way(entries), blobs)
+    except OSError as error:
+        log.warning("v%d cannot be read: %s", entries[-1].version, error)
+        return None
 
 
 def _way(entries: Sequence[Announcement]) -> list[Hop]:

@@ -1,9 +1,10 @@
 """The trainer: takes rollouts in, learns, publishes versions, keeps the record.
 
-    pushes --Ingest--> queue on disk --gate 3--> Learner.step --> files --> one transaction --> announce
-                                                         |          |            |
-                               Publisher: the version, which        |            groups consumed, step, announcement
-                               the learner goes on from             checkpoint and blobs, fsync, blobs read back
+    pushes --Ingest--> queue on disk --gate 3--> Examiner --> Learner.step --> files --> one transaction --> announce
+                                                                   |          |            |
+                                         Publisher: the version, which        |            groups consumed, step,
+                                         the learner goes on from             |            announcement
+                                                                              checkpoint and blobs, fsync, read back
 
 Whatever happens before the transaction leaves nothing but files that the next start removes; whatever
 happens after it finds everything on disk. So a group is trained exactly once, and a version that was ever
@@ -12,6 +13,7 @@ announced is announced again with the same bytes (DESIGN sections 6 and 8).
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,16 +26,18 @@ from typing import TypeVar
 from peers.checkpoints import KEPT, Checkpoints
 from peers.coordinator import Coordinator
 from peers.ingest import Checker, Ingest
-from peers.publishing import Published, Publisher, missing, remake, store
+from peers.publishing import Published, Publisher, missing, rebuild, remake, store
 from peers.record import Record, same_manifest
 from peers.rounds import Rounds
 from protocols.adapters import Adapter, adapter_digest
+from protocols.agreement import Agreement
 from protocols.choice import link_rate
 from protocols.codecs import rounded
 from protocols.delivery import Intake, Queued
 from protocols.directory import RecordKey, RecordKind
 from protocols.envelopes import Sealed, unseal
 from protocols.faults import LocalFault, PeerFault, TransportFault
+from protocols.identity import short
 from protocols.ledger import Consumed, VersionEntry
 from protocols.manifest import COMMIT, Manifest, ModelSpec
 from protocols.means import running_mean
@@ -83,6 +87,7 @@ class Spent:
 
     train_s: float = 0.0
     wait_s: float = 0.0
+    check_s: float = 0.0
     publish_s: float = 0.0
 
 
@@ -158,6 +163,7 @@ class Trainer:
 
     async def open(self) -> None:
         """Load, restore, publish version 0 or announce the head again. Raises ValueError, TransportFault."""
+        from peers.agreement import Examiner, Versions
         from peers.environments.load import load_environment
         from peers.learning.learner import Learner
         from peers.models.find import find_model, pinned
@@ -189,6 +195,11 @@ class Trainer:
         checker = Checker(manifest, self.environment, self.model.tokenizer)
         ingest = Ingest(node, intake, self.store, checker, chain)
         self._resources.callback(ingest.close)
+        self.versions = await self._in_thread(
+            Versions, self.model, manifest.lora, manifest.sampling.temperature, self._from_disk
+        )
+        agreement = Agreement(manifest.learning.gap_max)
+        self.examiner = Examiner(ingest, agreement, self.versions, self._in_thread, random.SystemRandom())
         self.counts_before = await self.store.counts()
         self.parts = Parts(self.store, record, checkpoints, chain, intake, ingest)
         self.publisher = Publisher(manifest.transfer)
@@ -201,7 +212,7 @@ class Trainer:
         self.follower.wanted = self._wanted
         self.follower.next_counter_of = intake.next_counter
         ingest.on_accepted = self._accepted
-        self.rounds.unwanted = intake.quarantined
+        self.rounds.unwanted = ingest.unwanted
         self.follower.heartbeats.beat = self._beat
         self.follower.neighbourhood.capacity = self._capacity
         node.on_push = ingest.push
@@ -294,7 +305,7 @@ class Trainer:
         parts.checkpoints.keep_only({name for _, name, _ in rows})
         oldest = steps - parts.intake.max_lag
         consumed: list[Queued] = []
-        for state in ("trained", "no_signal", "stale"):
+        for state in ("trained", "no_signal", "stale", "disowned"):
             consumed += await parts.store.groups(state, max(0, oldest))
         parts.intake.restore(await parts.store.groups("queued"), consumed)
         for producer, counter in (await parts.store.next_counters()).items():
@@ -376,6 +387,13 @@ class Trainer:
         )
         self.node.warn("missing blobs", f"{trouble}; {outlook}: {advice} ({why})")
 
+    def _from_disk(self, version: int) -> Adapter | None:
+        """What was published under this number, if the disk still leads there."""
+        entries = [entry.message for entry in self.parts.chain.entries[-ENTRIES_MAX:]]
+        upto = [said for said in entries if said.version <= version]
+        adapter = rebuild(upto, self.node.exchange.blobs) if upto and upto[-1].version == version else None
+        return adapter if adapter is not None and adapter_digest(adapter) == upto[-1].adapter.digest else None
+
     def _others(self, version: int) -> list[str]:
         return [peer for peer in self.follower.neighbourhood.sources(version) if peer != self.node.peer_id]
 
@@ -397,9 +415,10 @@ class Trainer:
         self.done.set()
 
     async def _one_step(self) -> None:
-        begun_s = time.monotonic()
+        begun_s, checked_s = time.monotonic(), self.examiner.spent_s
         batch = await self._next_batch()
-        waited_s = time.monotonic() - begun_s
+        checked_s = self.examiner.spent_s - checked_s
+        waited_s = time.monotonic() - begun_s - checked_s
         groups = await self.parts.ingest.training_groups([group.digest for group in batch])
         steps_before = self.learner.steps
         begun_s = time.monotonic()
@@ -414,8 +433,9 @@ class Trainer:
         published_s = time.monotonic() - begun_s
         self.spent.wait_s += waited_s
         self.spent.train_s += trained_s
+        self.spent.check_s += checked_s
         self.spent.publish_s += published_s
-        spent_s = trained_s + published_s
+        spent_s = checked_s + trained_s + published_s
         self.step_s = running_mean(self.step_s, spent_s, STEP_GAIN)
         self.follower.heartbeats.hurry()
         lags = [steps_before - group.oldest_version for group in batch]
@@ -441,6 +461,7 @@ class Trainer:
             queued=self.parts.intake.queued,
             train_s=round(trained_s, 4),
             wait_s=round(waited_s, 4),
+            check_s=round(checked_s, 4),
             publish_s=round(published_s, 4),
             tokens=report.tokens,
         )
@@ -453,8 +474,10 @@ class Trainer:
         return orders.mode
 
     async def _next_batch(self) -> tuple[Queued, ...]:
-        """Gate 3: a full batch within the bound. In sequential mode it is called for, otherwise waited for."""
+        """Gate 3: a full batch within the bound, of producers that run what they say. In sequential mode it is called
+        for, otherwise waited for."""
         parts = self.parts
+        settled: set[str] = set()
         warned_s = time.monotonic()
         try:
             while True:
@@ -465,7 +488,9 @@ class Trainer:
                     if batch is not None and batch.stale:
                         await self._set_stale(batch.stale)
                 if batch is not None and batch.groups:
-                    return batch.groups
+                    if await self._agrees(batch.groups, settled):
+                        return batch.groups
+                    continue
                 self._call_or_wait()
                 if time.monotonic() - warned_s > NO_ROLLOUTS_S:
                     warned_s = time.monotonic()
@@ -478,6 +503,18 @@ class Trainer:
         finally:
             self.waits = False
             self.rounds.close(parts.intake.batch_groups)
+
+    async def _agrees(self, batch: tuple[Queued, ...], settled: set[str]) -> bool:
+        """Whether nobody was found out. Whoever was has no group here any more, and the batch is to be taken again."""
+        refused = await self.examiner.examine(batch, settled)
+        for producer, verdict in refused.items():
+            count = await self.parts.ingest.disown(producer, verdict)
+            self.node.warn(
+                "disagreement",
+                f"peer {short(producer)} does not run v{verdict.version} (engine {verdict.engine}): "
+                f"{verdict.numbers}; refused, and {count} of its groups are not trained",
+            )
+        return not refused
 
     def _set_bound(self) -> None:
         """A round's groups are of its own version, or `refresh_gap` older; generated ahead, within max_lag."""
@@ -560,6 +597,7 @@ class Trainer:
         if publishes:
             published = self.publisher.publish(self.learner.target(), link_bytes_per_s, self.step_s)
             self.learner.settle(published.rebuilt)
+            self.versions.keep(self.learner.steps, published.rebuilt)
         return published, self.learner.state()
 
     def _link_bytes_per_s(self) -> float | None:
@@ -666,6 +704,7 @@ class Trainer:
             wall_s=round(time.monotonic() - self.started_s, 3),
             train_s=round(self.spent.train_s, 3),
             wait_s=round(self.spent.wait_s, 3),
+            check_s=round(self.spent.check_s, 3),
             publish_s=round(self.spent.publish_s, 3),
             moved=self.rounds.moved,
             bytes={
@@ -680,7 +719,7 @@ class Trainer:
         """Groups of this process's life: judged at the door (from memory), and what became of them (from disk)."""
         door = {key: self.parts.intake.counts[key] for key in ("received", "accepted", "stale", "duplicate", "invalid")}
         now, before = await self.parts.store.counts(), self.counts_before
-        ends = {"trained": "trained", "no_signal": "no_signal", "stale_in_queue": "stale", "unused": "unused"}
+        ends = {name: name for name in ("trained", "no_signal", "disowned", "unused")} | {"stale_in_queue": "stale"}
         became = {name: now.get(state, 0) - before.get(state, 0) for name, state in ends.items()}
         return door | became | {"resumed": before.get("queued", 0), "queued": now.get("queued", 0)}
 

@@ -95,7 +95,8 @@ class Intake:
     def restore(self, queued: Iterable[Queued], consumed: Iterable[Queued]) -> None:
         """Rebuild from disk: groups that wait, and those that must not come again.
 
-        The latter were trained, gave no signal, went stale or were disowned. `consumed` may leave out groups beyond the bound when `used` tells their counters.
+        The latter were trained, gave no signal, went stale or were disowned. `consumed` may leave out groups beyond
+        the bound when `used` tells their counters.
         """
         for group in consumed:
             self._remember(group)

@@ -232,7 +232,7 @@ class TrainerStore(PeerStore):
         return await self.run(work)
 
     async def set_state(self, digests: list[bytes], state: str, step: int) -> None:
-        """Groups that end without training: `stale`, `no_signal`, `unused`. Their bytes are dropped."""
+        """Groups that end without training: `stale`, `no_signal`, `disowned`, `unused`. Their bytes are dropped."""
         await self.run(lambda db: _set_state(db, digests, state, step))
 
     async def commit_step(self, record: StepRecord) -> None:

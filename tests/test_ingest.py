@@ -80,7 +80,9 @@ class Door:
         self.chain.extend(announcement(0, bound=max_lag))
         self.intake = Intake(max_lag=max_lag, batch_groups=batch_groups)
         node: Any = SimpleNamespace(
-            identity=SimpleNamespace(key=TRAINER), warn=lambda code, text: self.warnings.append((code, text))
+            identity=SimpleNamespace(key=TRAINER),
+            warn=lambda code, text: self.warnings.append((code, text)),
+            neighbours={},
         )
         checker = Checker(self.chain.manifest, Environment(), Tokenizer())
         self.ingest = Ingest(node, self.intake, self.store, checker, self.chain)

@@ -417,7 +417,7 @@ def test_the_report_of_a_whole_run() -> None:
     assert report["bytes"] == {"adapters": 7, "rollouts": 8, "gossip": None}
     assert (report["audit"]["ok"], report["audit"]["problems"]) == (True, [])
     assert report["warnings"] == ["something"]
-    assert report["time"] == {"wall_s": 9.0, "train_s": 5.0, "wait_s": None, "publish_s": None}
+    assert report["time"] == {"wall_s": 9.0, "train_s": 5.0, "wait_s": None, "check_s": None, "publish_s": None}
     assert json.loads(json.dumps(report)) == report
     text = "\n".join(summary_lines(report))
     assert "reward     0.050 -> 0.975" in text
