@@ -104,6 +104,7 @@ class Patient:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, thread_name_prefix="doctor"))
     at_work: int = 0
     """Threads that have not come back."""
+    host_start_s: float = 0.0
     _found: dict[str, "asyncio.Task[Any]"] = field(default_factory=dict)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
@@ -144,7 +145,10 @@ class Patient:
 
         async def start() -> "Host":
             visit = await self.in_thread(import_module, "bootstrap.visit")  # and with it hivemind and torch
-            return cast("Host", await self.stack.enter_async_context(visit.visiting()))
+            began_s = time.monotonic()
+            host = cast("Host", await self.stack.enter_async_context(visit.visiting()))
+            self.host_start_s = time.monotonic() - began_s
+            return host
 
         return await self.once("host", start)
 
@@ -385,12 +389,11 @@ async def check_p2pd(patient: Patient) -> Finding:
         return problem(f"{binary} is missing", repair)
     if not os.access(binary, os.X_OK):
         return problem(f"{binary} cannot be executed", f"chmod +x {binary}")
-    began_s = time.monotonic()
     try:
         await patient.host()
     except TransportFault as fault:
         return problem(f"{binary} does not start: {one_line(fault.detail)}", repair)
-    return ok(f"of hivemind {_version('hivemind')}, started in {time.monotonic() - began_s:.1f} s")
+    return ok(f"of hivemind {_version('hivemind')}, started in {patient.host_start_s:.1f} s")
 
 
 async def check_ports(patient: Patient) -> Finding:
@@ -522,7 +525,7 @@ async def check_run(patient: Patient) -> Finding:
     if status.ended:
         return problem(f"{found}; it has ended", "ask its owner for one that goes on")
     head = "no version yet" if status.head is None else f"at v{status.head} of {manifest.max_steps}"
-    return ok(f"{found}, {head}, {len(status.peers) + status.left_out} peers")
+    return ok(f"{found}, {head}; peers: {len(status.peers) + status.left_out}")
 
 
 async def check_bandwidth(patient: Patient) -> Finding:

@@ -47,7 +47,7 @@ def find_model(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def to_download(name: str, revision: str | None = None) -> int:
-    """Bytes that `find_model` would fetch: 0 for what is on this disk. Raises ValueError as it does; fetches nothing."""
+    """Bytes that `find_model` would fetch: 0 for what is here. Raises ValueError as it does, but fetches nothing."""
     if name == "smollm2":
         return smollm2_bytes()
     folder = Path(name).expanduser()

@@ -36,7 +36,7 @@ def hub_model(name: str, revision: str | None) -> tuple[Path, str]:
 
 
 def hub_bytes(name: str, revision: str | None) -> int:
-    """Bytes that `hub_model` would fetch: 0 for what the cache has. Raises ValueError as it does, but fetches nothing."""
+    """Bytes that `hub_model` would fetch: 0 for what the cache has. Raises ValueError as it does; fetches nothing."""
     from huggingface_hub import HfApi
 
     shown = _shown(name, revision)
