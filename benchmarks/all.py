@@ -30,15 +30,16 @@ def section(result: Result) -> str:
 
 def rewritten(text: str, result: Result) -> str:
     """The document with this benchmark's figures. Raises ValueError when it has no place for them."""
-    begin, end = (f"<!-- {word} {result.benchmark} -->" for word in ("begin", "end"))
-    new, count = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}",
-        lambda _: f"{begin}\n{section(result)}\n{end}",
-        text,
-        flags=re.DOTALL,
-    )
+    return replaced(text, result.benchmark, section(result))
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    """The document with this between the markers of that name. Raises ValueError when it has not one such place."""
+    begin, end = (f"<!-- {word} {name} -->" for word in ("begin", "end"))
+    pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
+    new, count = re.subn(pattern, lambda _: f"{begin}\n{body}\n{end}", text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{DOCUMENT} needs one '{begin}' and one '{end}'")
+        raise ValueError(f"the page needs one '{begin}' and one '{end}'")
     return new
 
 

@@ -3,59 +3,43 @@
 On the built-in model all checks run, on SmolLM2 the comparisons with the trainer; `make slow` runs everything on both.
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
-from peers.engines import Engine
-from peers.models.base import ModelFiles
+from peers.learning.learner import Learner, TrainingGroup
 from peers.models.find import find_model
-from peers.models.load import load_weights
-from protocols.manifest import LoraSpec
+from protocols.manifest import LearningSpec
 from tests.conformance import CHECKS, FULL, LONG_CHECKS, TINY, Nonconforming, Subject
 from tests.conformance.broken import FAULTS, Wrapped, broken
+from tests.conformance.builds import build, installed
 from tests.conformance.checks import Check, greedy_agrees, logprobs_agree
-from tests.conformance.subject import Build
 
 QUICK_CHECKS = (greedy_agrees, logprobs_agree)
 BY_NAME = {check.__name__: check for check in (*CHECKS, *LONG_CHECKS)}
 
 
-def transformers_engine(files: ModelFiles, lora: LoraSpec) -> Engine:
-    from peers.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(load_weights(files), lora)
+# vLLM has an environment, and a file, of its own.
+ENGINES = [name for name in installed() if name != "vllm"]
 
 
-def mlx_engine(files: ModelFiles, lora: LoraSpec) -> Engine:
-    from peers.engines.mlx_engine import MlxEngine
-
-    return MlxEngine(files, lora, "float32")
-
-
-BUILDS: dict[str, Build] = {"transformers": transformers_engine}
-if importlib.util.find_spec("mlx_lm") and importlib.util.find_spec("peers.engines.mlx_engine"):
-    BUILDS["mlx"] = mlx_engine
-
-
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=ENGINES)
 def builtin(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    subject = Subject(BUILDS[request.param], find_model("builtin"))
+    subject = Subject(build(request.param), find_model("builtin"))
     yield subject
     subject.close()
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=ENGINES)
 def smollm2(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    subject = Subject(BUILDS[request.param], find_model("smollm2"), TINY)
+    subject = Subject(build(request.param), find_model("smollm2"), TINY)
     yield subject
     subject.close()
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=ENGINES)
 def smollm2_full(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    subject = Subject(BUILDS[request.param], find_model("smollm2"), FULL)
+    subject = Subject(build(request.param), find_model("smollm2"), FULL)
     yield subject
     subject.close()
 
@@ -93,10 +77,24 @@ CASES = [
 @pytest.mark.parametrize("fault", CASES)
 def test_conformance_catches_an_engine_that(fault: type[Wrapped]) -> None:
     check, says = FAULTS[fault]
-    subject = Subject(broken(fault, transformers_engine), find_model("builtin"))
+    subject = Subject(broken(fault, build("transformers")), find_model("builtin"))
     with pytest.raises(Nonconforming, match=says):
         BY_NAME[check](subject)
 
 
 def test_every_check_has_a_fault_that_it_finds() -> None:
     assert {check for check, _ in FAULTS.values()} == BY_NAME.keys()
+
+
+def test_the_reference_is_the_trainers_own_computation() -> None:
+    subject = Subject(build("transformers"), find_model("builtin"))
+    reference, prompt = subject.reference, subject.prompts[2]
+    adapter = reference.adapter(seed=1)
+    completions = ((20, 21, 22, 23), (24,), (25, 26))
+    logprobs = tuple((0.0,) * len(ids) for ids in completions)
+    group = TrainingGroup(prompt, completions, logprobs, (None,) * 3, (False,) * 3)
+    learner = Learner(subject.base, subject.lora, LearningSpec(), temperature=0.7, seed=0)
+    learner.load_adapter(adapter)
+    ours = reference.logprobs(adapter, prompt, completions, temperature=0.7)
+    for theirs, ours_T in zip(learner.logprobs(group), ours, strict=True):
+        assert ours_T.tolist() == pytest.approx(theirs, abs=1e-5)
