@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES_MAX = 512 * 2**20  # Python with Jinja takes 60 MB; a frame is a few kB
-CPU_S_MAX = 5  # a template renders in milliseconds
+CPU_S_MAX = 3  # Python with Jinja starts in 0.1 s; a template renders in milliseconds
 
 _MARK = "echoswarmquestion"  # letters only: nothing that a template would escape
 _SPACE = "\t \t"  # tells whether a template strips what it is given
