@@ -294,6 +294,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Ends vLLM's processes, once no call is under way; after that nothing may be called."""
+        if self._loop.is_closed():
+            return
         self.stop()
         if self._llm is not None:
             asyncio.run_coroutine_threadsafe(_shut_down(self._llm), self._loop).result()
