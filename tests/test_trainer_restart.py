@@ -86,6 +86,7 @@ async def trainer(
     transfer: TransferSpec = DEFAULT,
     friend: Node | None = None,
     max_steps: int = 100,
+    make_manifest: Callable[[ModelSpec, int], Sealed[Manifest]] | None = None,
 ) -> AsyncIterator[Restarted]:
     """An open trainer on this home, alone in the world but for a friend that may have its blobs."""
     identity = identity_of(home, TRAINER)
@@ -104,7 +105,7 @@ async def trainer(
             home=home,
             run=RUN,
             model="builtin",
-            make_manifest=maker(publish_every, transfer, max_steps),
+            make_manifest=make_manifest or maker(publish_every, transfer, max_steps),
             listen=LISTEN,
             evaluation_problems=0,
         ),
