@@ -7,7 +7,7 @@ small steps are the same on every machine, and so that any machine can: half pre
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -86,7 +86,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = vocab_size
         self.pad_id: int = next(i for i in (tokenizer.pad_token_id, *sorted(eos_ids), 0) if i is not None)
         self.chat_template = _template(tokenizer.chat_template)
-        self.special_tokens = {
+        self.special_tokens: Mapping[str, str] = {
             name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
         }
         tokenizer.model_max_length = 2**31  # a prompt's room is checked elsewhere, by a line that says what to do
