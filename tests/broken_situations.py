@@ -1,13 +1,16 @@
 """A volunteer's ten broken situations: how each comes about, and what `swarm doctor` and `swarm join` must say of it.
 
-    python -m tests.broken_situations      # what both really print, into docs/doctor.md; also when all is well
+    python -m tests.broken_situations      # what both really print, also when all is well, into docs/doctor.md
 
 Everything is real but the hub, which is one of our own on loopback: a bootstrap peer whose clock is 5 s late, a port
 that is taken, a disk that is full, weights of another digest.
 """
 
 import asyncio
+import re
+import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from tests.disks import fill_up, small_disk
 from tests.hosts import free_port
 from tests.hub import Hub, serving
 from tests.nodes import LISTEN
+from tests.processes import ROOT, wait_until
 from tests.samples import STRANGER_ID
 from tests.terminals import Terminals, printed
 
@@ -204,6 +208,27 @@ def options_of(situation: Situation, stage: Stage) -> list[str]:
     return [*situation.words(stage), *situation.local, *port, *situation.home(stage)]
 
 
+def verify(situation: Situation, doctor: tuple[int, str], join: tuple[int, str]) -> None:
+    """That both commands told what is wrong, each by its exit code and all that it printed."""
+    code, text = doctor
+    *printed_lines, _ = text.splitlines()
+    lines = {line.split()[1]: line for line in printed_lines}
+    line = lines.pop(situation.check)
+    assert code == 1, text
+    assert line.startswith("problem"), line
+    assert all(word in line for word in situation.doctor), line
+    assert "; next: " in line
+    assert [other for other in lines.values() if other.startswith("problem")] == [], "one problem, one line"
+
+    code, text = join
+    assert code == situation.code, text
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if line.startswith(("swarm: ", "  "))]
+    said, steps = "\n".join(errors), sum(line.startswith("  next: ") for line in errors)
+    assert all(word in said for word in situation.join), said
+    assert steps == (0 if situation.code == 2 else 1), "one line, and for the network's faults the next step"
+
+
 # ---------------------------------------------------------------------- the stage
 
 
@@ -245,3 +270,79 @@ async def _publish(home: Path, address: str, owners: Mapping[str, Ed25519Private
             await node.followers[run].neighbourhood.put_manifest()
     finally:
         await node.close()
+
+
+# ---------------------------------------------------------------------- the page
+
+PAGE = ROOT / "docs" / "doctor.md"
+MARK = "<!-- From here on this is what `python -m tests.broken_situations` printed. -->\n"
+JOINED_S = 120.0  # until a peer that joined has shown what it does
+
+
+def typed(terminals: Terminals, command: str, situation: Situation, stage: Stage) -> tuple[int, str]:
+    """Exit code and output of a real process."""
+    terminal = terminals.type(command, *options_of(situation, stage), **situation.environment(stage))
+    return terminal.ended_clean(), terminal.output
+
+
+def write_page(folder: Path) -> None:
+    """Everything behind the mark."""
+    parts = [PAGE.read_text(encoding="utf-8").partition(MARK)[0], MARK]
+    terminals = Terminals(folder)
+    try:
+        parts.append(_when_all_is_well(folder, terminals))
+        with staged(folder, terminals) as stage:
+            for situation in SITUATIONS:
+                outputs = {command: typed(terminals, command, situation, stage) for command in ("doctor", "join")}
+                verify(situation, *outputs.values())
+                parts.append(_section(situation, stage, outputs))
+    finally:
+        terminals.close()
+    PAGE.write_text("".join(parts), encoding="utf-8")
+
+
+def _section(situation: Situation, stage: Stage, outputs: Mapping[str, tuple[int, str]]) -> str:
+    shown = [f"\n### {situation.name}\n\n{situation.how}\n\n```\n"]
+    options = " ".join(word for word in situation.words(stage)[1:])
+    if not situation.local:
+        options += "--port 31415"
+    before = "HF_HUB_OFFLINE=1 " if situation.name == "offline" else ""
+    for command, (code, output) in outputs.items():
+        lines = [line for line in output.splitlines() if not line.startswith("ok ")]
+        shown.append(f"$ {before}swarm {command} 'INVITE' {options}".rstrip() + "\n")
+        shown += [f"{_for_readers(line, stage.folder)}\n" for line in lines]
+        shown.append(f"(exit code {code})\n")
+    return "".join([*shown, "```\n"])
+
+
+def _when_all_is_well(folder: Path, terminals: Terminals) -> str:
+    assert terminals.type("init", "sums").wait() == 0
+    bootstrap = terminals.type("bootstrap", "sums/run.toml", *LOCAL, "--home", "b")
+    invite = printed(bootstrap, "swarm join '").split("'")[1]
+    terminals.type("train", "sums/run.toml", "--bootstrap", invite.partition("#")[0], *LOCAL)
+    first = terminals.type("join", invite, *LOCAL, "--home", "first")
+    printed(first, "joined")
+    wait_until(lambda: sum("groups" in line for line in first.lines()) >= 3, JOINED_S, first)
+    doctor = terminals.type("doctor", invite, *LOCAL, "--home", "peer")
+    assert doctor.ended_clean() == 0, doctor.output
+    join = terminals.type("join", invite, *LOCAL, "--home", "peer")
+    wait_until(lambda: sum("groups" in line for line in join.lines()) >= 2, JOINED_S, join)
+    join.kill(signal.SIGINT)
+    code = join.ended_clean()
+    text = "\n".join(
+        ["$ swarm doctor 'INVITE'", doctor.output, "$ swarm join 'INVITE'", join.output, f"(exit code {code})"]
+    )
+    return f"\n## When all is well\n\n```\n{_for_readers(text, folder)}\n```\n\n## Ten broken situations\n"
+
+
+def _for_readers(text: str, folder: Path) -> str:
+    """Without what is of this machine and this moment only."""
+    text = text.replace(f"{folder}", "~").replace("127.0.0.1", "203.0.113.7")
+    text = re.sub(r"12D3KooW\w{44}", "12D3KooW...", text)
+    text = re.sub(r"http://203.0.113.7:\d+", "https://huggingface.co", text)
+    return re.sub(r"/tcp/\d{4,5}", "/tcp/31415", text)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        write_page(Path(temporary))

@@ -13,19 +13,21 @@ from typer.testing import CliRunner, Result
 
 from bootstrap import doctor, doctor_command
 from bootstrap.main import app
-from tests.broken_situations import SITUATIONS, Situation, Stage, options_of, staged
+from tests.broken_situations import SITUATIONS, Situation, Stage, options_of, staged, typed, verify
 from tests.terminals import Terminals
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("stage")
-    terminals = Terminals(folder)
-    try:
-        with staged(folder, terminals) as stage:
-            yield stage
-    finally:
-        terminals.close()
+def terminals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminals]:
+    terminals = Terminals(tmp_path_factory.mktemp("stage"))
+    yield terminals
+    terminals.close()
+
+
+@pytest.fixture(scope="module")
+def stage(terminals: Terminals) -> Iterator[Stage]:
+    with staged(terminals.folder, terminals) as stage:
+        yield stage
 
 
 def swarm(*words: object) -> Result:
@@ -67,22 +69,14 @@ def test_what_doctor_and_join_say_of_a_broken_situation(
     if situation.name == "no space" and stage.disk is None:
         pytest.skip("no file system of its own here")
     settle(here, dict(situation.environment(stage)))
-    said = swarm("doctor", *options_of(situation, stage))
-    assert said.exit_code == 1, said.output
-    lines = {line.split()[1]: line for line in said.stdout.splitlines()[:-1]}
-    line = lines.pop(situation.check)
-    assert line.startswith("problem")
-    assert all(word in line for word in situation.doctor), line
-    assert "; next: " in line
-    assert [other for other in lines.values() if other.startswith("problem")] == [], said.output
+    said = {command: swarm(command, *options_of(situation, stage)) for command in ("doctor", "join")}
+    verify(situation, *((result.exit_code, result.output) for result in said.values()))
 
-    joined = swarm("join", *options_of(situation, stage))
-    assert joined.exit_code == situation.code, joined.output
-    errors = joined.stderr.splitlines()
-    assert errors[0].startswith("swarm: ")
-    assert all(word in joined.stderr for word in situation.join), joined.stderr
-    assert "Traceback" not in joined.output
-    if situation.code == 2:
-        assert len(errors) == 1
-    else:
-        assert errors[-1].startswith("  next: ")
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("situation", SITUATIONS, ids=[each.name for each in SITUATIONS])
+def test_what_people_read_in_a_broken_situation(stage: Stage, terminals: Terminals, situation: Situation) -> None:
+    if situation.name == "no space" and stage.disk is None:
+        pytest.skip("no file system of its own here")
+    verify(situation, *(typed(terminals, command, situation, stage) for command in ("doctor", "join")))
