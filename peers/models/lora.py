@@ -87,11 +87,15 @@ def write_adapter(peft_model: PeftModel, adapter: Adapter) -> None:
 
 
 def adapter_values(peft_model: PeftModel, adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The adapter's matrices in float32, by name, as `fitting_values` gives them for this model."""
+    return fitting_values({name: tuple(p.shape) for name, p in lora_parameters(peft_model).items()}, adapter)
+
+
+def fitting_values(shapes: Mapping[str, tuple[int, ...]], adapter: Adapter) -> dict[str, torch.Tensor]:
     """The adapter's matrices in float32, by name. Tensors are F32 or BF16; the latter are widened, which is exact.
 
-    Names and shapes must be exactly the model's and every value finite, otherwise PeerFault("adapter does not fit").
+    Names and shapes must be exactly these and every value finite, otherwise PeerFault("adapter does not fit").
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in lora_parameters(peft_model).items()}
     if adapter.keys() != shapes.keys():
         raise PeerFault("adapter does not fit", _name_difference(set(adapter), set(shapes)))
     return {name: _values(name, adapter[name], shape) for name, shape in shapes.items()}
