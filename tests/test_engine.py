@@ -13,7 +13,7 @@ from peers.engines.measure import BUDGET_S, Measured, measure
 from peers.engines.transformers_engine import TransformersEngine, _Draw, _left_padded, decode
 from peers.models.base import BaseModel
 from peers.models.lora import attach_lora, read_adapter, write_adapter
-from protocols.adapters import Tensor
+from protocols.adapters import Tensor, adapter_digest
 from protocols.faults import PeerFault
 from protocols.manifest import LoraSpec
 from protocols.messages import Sampling
@@ -66,8 +66,12 @@ def an_adapter(model: BaseModel, seed: int, spec: LoraSpec = LORA) -> dict[str, 
     return read_adapter(trained)
 
 
-def new_engine() -> TransformersEngine:
-    return TransformersEngine(small_model(), LORA)
+def new_engine(rows_max: int = 256) -> TransformersEngine:
+    """Under an adapter that changes nothing."""
+    model = small_model()
+    engine = TransformersEngine(model, LORA, rows_max=rows_max)
+    engine.load_adapter(0, read_adapter(attach_lora(model.module, LORA, seed=0)))
+    return engine
 
 
 def ids_of(groups: list[list[Completion]]) -> list[list[Ids]]:
@@ -89,7 +93,7 @@ def test_b61_behaviour_and_trainer_log_probabilities_agree(temperature: float) -
     engine, adapter = TransformersEngine(model, LORA), an_adapter(model, 1)
     engine.load_adapter(1, adapter)
     sampling = Sampling(group_size=16, max_new_tokens=12, temperature=temperature)
-    groups = engine.generate(PROMPTS, sampling, seed=1)
+    groups = engine.generate(PROMPTS, sampling, seed=1).groups
     completions = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
     assert len(completions) == 64
 
@@ -108,7 +112,7 @@ def test_b61_behaviour_and_trainer_log_probabilities_agree(temperature: float) -
 
 def test_samples_follow_the_probabilities_that_are_reported() -> None:
     engine = new_engine()
-    draws = engine.generate([PROMPTS[0]], Sampling(group_size=250, max_new_tokens=1, temperature=1.5), seed=2)[0]
+    draws = engine.generate([PROMPTS[0]], Sampling(group_size=250, max_new_tokens=1, temperature=1.5), seed=2).groups[0]
     ids = [completion.token_ids[0] for completion in draws]
     reported = {c.token_ids[0]: torch.tensor(c.logprobs[0]).exp().item() for c in draws}
     for token, probability in reported.items():
@@ -185,24 +189,27 @@ def test_the_same_seed_gives_the_same_completions_and_another_seed_does_not() ->
     engine, sampling = new_engine(), Sampling(group_size=4, max_new_tokens=8)
     first = engine.generate(PROMPTS, sampling, seed=5)
     assert first == engine.generate(PROMPTS, sampling, seed=5) == new_engine().generate(PROMPTS, sampling, seed=5)
-    assert ids_of(first) != ids_of(engine.generate(PROMPTS, sampling, seed=6))
-    assert len(first) == len(PROMPTS)
-    assert {len(group) for group in first} == {4}
+    assert ids_of(first.groups) != ids_of(engine.generate(PROMPTS, sampling, seed=6).groups)
+    assert len(first.groups) == len(PROMPTS)
+    assert {len(group) for group in first.groups} == {4}
 
 
 def test_a_batch_answers_like_its_prompts_one_by_one() -> None:
     engine = new_engine()
     together = engine.greedy(PROMPTS, 10)
-    assert together == [engine.greedy([prompt], 10)[0] for prompt in PROMPTS]
-    assert len(set(together)) > 1
+    apart = [engine.greedy([prompt], 10)[0] for prompt in PROMPTS]
+    assert [row.token_ids for row in together] == [row.token_ids for row in apart]
+    for one, other in zip(together, apart, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert len({row.token_ids for row in together}) > 1
 
 
 def test_more_prompts_than_fit_one_batch_are_all_answered() -> None:
     engine = new_engine()
     at_once = engine.greedy(PROMPTS, 6)
-    engine = TransformersEngine(small_model(), LORA, rows_max=3)
-    assert engine.greedy(PROMPTS, 6) == at_once
-    groups = engine.generate(PROMPTS, Sampling(group_size=8, max_new_tokens=3), seed=0)
+    engine = new_engine(rows_max=3)
+    assert [row.token_ids for row in engine.greedy(PROMPTS, 6)] == [row.token_ids for row in at_once]
+    groups = engine.generate(PROMPTS, Sampling(group_size=8, max_new_tokens=3), seed=0).groups
     assert [len(group) for group in groups] == [8] * len(PROMPTS)
 
 
@@ -221,17 +228,44 @@ def test_swapping_adapters_leaves_no_trace() -> None:
 
     assert warm.generate(PROMPTS, sampling, seed=9) == cold.generate(PROMPTS, sampling, seed=9)
     warm.load_adapter(4, a)
-    assert warm.generate(PROMPTS, sampling, seed=9) != cold.generate(PROMPTS, sampling, seed=9)
+    assert warm.generate(PROMPTS, sampling, seed=9).groups != cold.generate(PROMPTS, sampling, seed=9).groups
     assert all(torch.equal(before[name], tensor) for name, tensor in model.module.state_dict().items())
 
 
 def test_a_fresh_adapter_is_the_base_model() -> None:
     model = small_model()
-    engine = TransformersEngine(model, LORA)
-    bare = engine.greedy(PROMPTS, 8)
-    engine.load_adapter(0, read_adapter(attach_lora(model.module, LORA, seed=4)))
-    assert engine.greedy(PROMPTS, 8) == bare
-    assert engine.version == 0
+    answers = new_engine().greedy(PROMPTS, 8)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        logits_TV = model.module(input_ids=torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert tuple(logits_TV.argmax(-1).tolist()) == answer.token_ids
+
+
+def test_a_call_is_of_one_version_and_says_which() -> None:
+    # A version that comes while a call generates is for the calls after it (case B85).
+    model = small_model()
+    engine, a, b = TransformersEngine(model, LORA), an_adapter(model, 1), an_adapter(model, 2)
+    sampling = Sampling(group_size=4, max_new_tokens=8)
+    with pytest.raises(ValueError, match="no adapter"):
+        engine.generate(PROMPTS, sampling, seed=0)
+    engine.load_adapter(1, a)
+    undisturbed = engine.generate(PROMPTS, sampling, seed=0)
+    assert (undisturbed.version, undisturbed.adapter) == (1, adapter_digest(a))
+
+    forward, calls = engine._merged.forward, 0
+
+    def loads_in_the_middle(**keywords: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            engine.load_adapter(2, b)
+        return forward(**keywords)
+
+    engine._merged.forward = loads_in_the_middle
+    assert engine.generate(PROMPTS, sampling, seed=0) == undisturbed
+    assert calls > 3
+    after = engine.generate(PROMPTS, sampling, seed=0)
+    assert (after.version, after.adapter) == (2, adapter_digest(b))
+    assert after.groups != undisturbed.groups
 
 
 def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
@@ -253,13 +287,12 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays() -> None
     for adapter in wrong:
         with pytest.raises(PeerFault):
             engine.load_adapter(2, adapter)
-        assert engine.version == 1
         assert engine.generate(PROMPTS, sampling, seed=0) == before
 
 
 def test_nothing_asked_nothing_answered_and_an_empty_prompt_is_an_error() -> None:
     engine = new_engine()
-    assert engine.generate([], Sampling(), seed=0) == []
+    assert engine.generate([], Sampling(), seed=0).groups == []
     with pytest.raises(ValueError, match="without tokens"):
         engine.greedy([(1,), ()], 3)
 
