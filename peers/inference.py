@@ -579,8 +579,9 @@ class InferencePeer:
                 case Envelopes((raw,)):
                     await self._receipted(unseal(raw, Receipt), trainer)
                     self.pushed_bytes += len(envelope)
-                case Refused("quarantined"):
-                    raise TransportFault("banned", "the trainer refuses this peer: too many invalid rollouts")
+                case Refused(reason) if reason.partition(":")[0] == "quarantined":
+                    why = reason.partition(": ")[2] or "too many invalid rollouts"
+                    raise TransportFault("banned", f"the trainer refuses this peer: {why}")
                 case Refused("not a trainer"):  # it is starting: its node answers before its queue is open
                     await asyncio.sleep(FETCH_RETRY_S)
                 case Refused(reason):
