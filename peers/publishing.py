@@ -78,7 +78,12 @@ class Publisher:
             self._delta_bytes += said.adapter.delta.blob.size
 
     def publish(self, target: Adapter, link_bytes_per_s: float | None = None, step_s: float | None = None) -> Published:
-        """The next version, of a finite F32 `target`. What `auto` chooses by: the link's rate, seconds of a step."""
+        """The next version, of a finite F32 `target`. What `auto` chooses by: the link's rate, seconds of a step.
+
+        LocalFault for tensors that are no LoRA matrices: engines cannot serve modules that were trained as a whole.
+        """
+        if strange := sorted(name for name in target if not name.endswith((".lora_A", ".lora_B"))):
+            raise LocalFault(f"no LoRA matrices: {', '.join(strange[:3])}")
         encode_s: dict[str, float] = {}
         codec = self._codec(link_bytes_per_s, step_s)
         blob, rebuilt = self._encoded(codec, target, encode_s)
