@@ -344,6 +344,21 @@ class SamplesFromNothing(Wrapped):
             return Generation(0, self.digest, [[row] * sampling.group_size for _ in prompts])
 
 
+class StaysSpoilt(Wrapped):
+    """What was not finite once is left in its caches."""
+
+    spoilt = False
+
+    def generate(self, prompts: Sequence[Ids], sampling: Sampling, seed: int) -> Generation:
+        if self.spoilt:
+            raise PeerFault("adapter gives no probabilities")
+        try:
+            return self.inner.generate(prompts, sampling, seed)
+        except PeerFault:
+            self.spoilt = True
+            raise
+
+
 # --- while it generates
 
 
@@ -434,7 +449,7 @@ FAULTS: Mapping[type[Wrapped], tuple[str, str]] = {
     SaysBits: ("logprobs_agree", "difference to the trainer"),
     SamplesColder: ("samples_follow_the_distribution", "chi-square"),
     DrawsAlikeForEveryPrompt: ("samples_follow_the_distribution", "same draws"),
-    DrawsAGroupAlike: ("seeds_decide", "all the same"),
+    DrawsAGroupAlike: ("seeds_decide", "are the same"),
     IgnoresTheSeed: ("seeds_decide", "another seed gives the same"),
     DrawsOnFromCallToCall: ("seeds_decide", "same seed gives other"),
     SamplesWhenGreedy: ("greedy_agrees", "below the best"),
@@ -448,6 +463,7 @@ FAULTS: Mapping[type[Wrapped], tuple[str, str]] = {
     ContinuesNothing: ("what_cannot_be_asked_is_refused", "a prompt without tokens"),
     BeginsWithTheBase: ("nothing_is_generated_before_the_first_adapter", "before the first adapter"),
     SamplesFromNothing: ("an_adapter_without_probabilities_is_a_peers_fault", "from no distribution"),
+    StaysSpoilt: ("an_adapter_without_probabilities_is_a_peers_fault", "spoils the next one"),
     LoadsInTheMiddle: ("a_call_ends_under_the_version_it_began_with", "while others came"),
     SaysTheNewest: ("a_call_ends_under_the_version_it_began_with", "says version"),
     LoadsWhenIdle: ("a_call_ends_under_the_version_it_began_with", "when the call before it has ended"),

@@ -316,9 +316,15 @@ def an_adapter_without_probabilities_is_a_peers_fault(subject: Subject) -> None:
     try:
         subject.engine.generate(subject.prompts[:1], sampling_of(subject), seed=0)
     except PeerFault:
-        greedy_agrees(subject)
-        return
-    require(False, "samples from no distribution")
+        pass
+    else:
+        require(False, "samples from no distribution")
+    subject.load(subject.reference.adapter(seed=1))
+    try:
+        subject.engine.generate(subject.prompts, sampling_of(subject), seed=0)
+    except PeerFault as fault:
+        require(False, f"an adapter without probabilities spoils the next one: {fault}")
+    greedy_agrees(subject)
 
 
 # --- ends, seeds, edges
@@ -345,10 +351,10 @@ def seeds_decide(subject: Subject) -> None:
     engine, sampling = subject.engine, sampling_of(subject)
     subject.load(subject.reference.adapter(seed=1))
     first, between, again = (_ids(engine.generate(subject.prompts, sampling, seed)) for seed in (17, 18, 17))
-    for group in first:
-        require(len(set(group)) > 1, f"the {len(group)} completions of a prompt are all the same")
+    alike = sum(len(set(group)) == 1 for group in first)  # of one group it may be chance: an answer may be near certain
+    require(alike <= len(first) // 2, f"all completions of a prompt are the same, for {alike} of {len(first)} prompts")
     require(first == again, "the same seed gives other completions")
-    require(all(a != b for a, b in zip(first, between, strict=True)), "another seed gives the same completions")
+    require(first != between, "another seed gives the same completions")
 
 
 def _ids(made: Generation) -> list[list[tuple[int, ...]]]:
