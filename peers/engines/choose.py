@@ -365,33 +365,51 @@ class Plan:
     """Completions at once, at most."""
     need: MemoryNeed
     """With these rows."""
+    cache_bytes: int | None
+    """For vLLM, which sets its cache aside at the start. None: what it finds free on the card."""
     context_tokens: int
-    """Longest prompt with its completion that the memory and the model have room for."""
+    """Longest prompt with its completion for which there is room."""
 
 
-def plan(options: EngineOptions, files: ModelFiles, manifest: Manifest, hardware: Hardware) -> Plan:
+def plan(
+    options: EngineOptions,
+    files: ModelFiles,
+    manifest: Manifest,
+    hardware: Hardware,
+    prompt_tokens: int = PROMPT_TOKENS,
+) -> Plan:
     """Raises ValueError, in one line, for an engine or a device that cannot be had, LoRA targets that the model has
     not, and a model that does not fit. Loads nothing, but imports torch."""
     from peers.models.shapes import read_shapes
 
     choice = choose(options.engine, options.device, hardware)
-    shapes, r, sampling = read_shapes(files, manifest.lora), manifest.lora.r, manifest.sampling
+    shapes, sampling = read_shapes(files, manifest.lora), manifest.sampling
     limit, free = options.memory_bytes, free_memory(hardware, choice.device)
     if limit is None and free is not None:
         limit = int(free * FREE_SHARE)
-    require_fit(estimate(shapes, choice, r, sampling, sampling.group_size), limit, files.name, choice)
-    rows = rows_for(shapes, choice, r, sampling, limit)
+
+    def need(rows: int) -> MemoryNeed:
+        return estimate(shapes, choice, manifest.lora.r, sampling, rows, prompt_tokens)
+
+    require_fit(need(sampling.group_size), limit, files.name, choice)
+    rows = rows_for(shapes, choice, manifest.lora.r, sampling, limit, prompt_tokens)
+    cache = need(rows).cache if choice.device == "cpu" or options.memory_bytes is not None else None
     context = min(shapes.context, PROMPT_TOKENS_MAX + sampling.max_new_tokens)
     if limit is not None:
-        left = limit - estimate(shapes, choice, r, sampling, 0).total
-        context = min(context, left // (NUMBER_BYTES[choice.dtype] * shapes.cache_per_token))
-    return Plan(choice, limit, rows, estimate(shapes, choice, r, sampling, rows), context)
+        room = limit - need(0).total if cache is None else cache
+        context = min(context, room // (NUMBER_BYTES[choice.dtype] * shapes.cache_per_token))
+    return Plan(choice, limit, rows, need(rows), cache, context)
 
 
-def make_engine(options: EngineOptions, files: ModelFiles, manifest: Manifest) -> Engine:
-    """The engine of this machine with the model loaded: seconds to minutes. Raises ValueError, as `plan` does."""
+def make_engine(
+    options: EngineOptions, files: ModelFiles, manifest: Manifest, prompt_tokens: int = PROMPT_TOKENS
+) -> Engine:
+    """The engine of this machine with the model loaded: seconds to minutes. Raises ValueError, as `plan` does.
+
+    `prompt_tokens`: of the longest prompt that is expected.
+    """
     hardware = _pinned(detect())
-    planned = plan(options, files, manifest, hardware)
+    planned = plan(options, files, manifest, hardware, prompt_tokens)
     log.info("%s", planned.choice.why)
     if planned.limit is None:
         log.warning("free memory of %s is unknown: whether %s fits is not checked", planned.choice.device, files.name)
@@ -403,21 +421,22 @@ def make_engine(options: EngineOptions, files: ModelFiles, manifest: Manifest) -
 
 
 def _built(planned: Plan, options: EngineOptions, files: ModelFiles, manifest: Manifest) -> Engine:
-    choice = planned.choice
+    choice, lora = planned.choice, manifest.lora
     if choice.engine == "mlx":
         from peers.engines.mlx_engine import MlxEngine
 
-        return MlxEngine(files, manifest.lora, choice.dtype)
+        return MlxEngine(files, lora, choice.dtype, planned.rows, "cpu" if choice.device == "cpu" else "gpu")
     if choice.engine == "vllm":
         from peers.engines.vllm_engine import VllmEngine, VllmLimits
 
-        cache = planned.need.cache if choice.device == "cpu" or options.memory_bytes is not None else None
-        limits = VllmLimits(choice.dtype, planned.context_tokens, planned.rows, cache, options.adapter_slots)
-        return VllmEngine(files, manifest.lora, limits)
+        limits = VllmLimits(
+            choice.dtype, planned.context_tokens, planned.rows, planned.cache_bytes, options.adapter_slots
+        )
+        return VllmEngine(files, lora, limits)
     from peers.engines.transformers_engine import TransformersEngine
     from peers.models.load import load_weights
 
-    return TransformersEngine(load_weights(files, choice.dtype), manifest.lora, choice.device, planned.rows)
+    return TransformersEngine(load_weights(files, choice.dtype), lora, choice.device, planned.rows)
 
 
 def _pinned(hardware: Hardware) -> Hardware:
