@@ -56,7 +56,7 @@ def _follow(node: Node, follower: Follower) -> Loop:
             session=node.session,
             role="bootstrap",
             issued_ms=now_ms(),
-            addresses=tuple(node.host.addresses[:16]),
+            addresses=node.addresses,
         )
 
     def beat() -> Heartbeat:

@@ -155,6 +155,8 @@ def describe(event: Event) -> str | None:
     match event:
         case {"event": "ready", "addresses": addresses, "run": run}:
             return f"in the swarm of {run}, listening on {', '.join(addresses) or 'nothing'}"
+        case {"event": "reachability", "kind": "outbound only", "role": "inference", "reason": reason}:
+            return f"{reason}: works over the connections that it opens itself"
         case {"event": "step", "step": step, "skipped": str(reason)}:
             return f"step {step} skipped: {reason}"
         case {"event": "step", "step": step}:

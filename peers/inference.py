@@ -658,7 +658,7 @@ class InferencePeer:
             version=self.loaded.version if self.loaded is not None else None,
             load=os.getloadavg()[0],
             storage=self.storage,
-            addresses=tuple(self.node.host.addresses[:16]),
+            addresses=self.node.addresses,
         )
 
     async def report(self) -> None:

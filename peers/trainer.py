@@ -758,7 +758,7 @@ class Trainer:
             role="trainer",
             issued_ms=now_ms(),
             version=version if version >= 0 else None,
-            addresses=tuple(self.node.host.addresses[:16]),
+            addresses=self.node.addresses,
         )
 
     async def show_peers(self) -> None:

@@ -6,8 +6,9 @@ reused. Three families:
     signed    Manifest, Announcement, RunEnd, CapacityAd, RolloutBatch, Receipt,
               Lease, Directive                                                      (in an envelope)
     request   Hello, Heartbeat, ManifestRequest, ChainRequest, PushRollouts,
-              RoundCall, StatusRequest                                              (unary call)
-    reply     HelloReply, HeartbeatReply, Envelopes, Refused, RoundReply, Status    (unary answer)
+              RoundCall, StatusRequest, DialBack                                    (unary call)
+    reply     HelloReply, HeartbeatReply, Envelopes, Refused, RoundReply, Status,
+              DialedBack                                                            (unary answer)
     stream    BlobOpen, ChunkAsk, BlobHave; BlobOffer, ChunkHead                     (blob stream)
 
 Streams and calls are authenticated by libp2p, so only what outlives them is signed.
@@ -31,6 +32,7 @@ Session = Annotated[bytes, Meta(min_length=16, max_length=16)]
 PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern=r"^[1-9A-HJ-NP-Za-km-z]*\Z")]
 RunId = Annotated[str, Meta(min_length=18, max_length=81, pattern=r"^[a-z0-9][a-z0-9-]{0,63}-[a-z2-7]{16}\Z")]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # no NaN, no infinity
+Port = Annotated[int, Meta(ge=1, le=65535)]
 Label = Annotated[str, Meta(max_length=128)]
 Term = Annotated[int, Meta(ge=0, lt=2**32)]  # an election number; how fast it may rise is checked in protocols/election
 Bitmap = Annotated[bytes, Meta(max_length=CHUNKS_MAX // 8)]  # a bit a chunk, the first in the lowest bit of byte 0
@@ -366,6 +368,12 @@ class StatusRequest(Struct, frozen=True, tag="status-request"):
     run: RunId
 
 
+class DialBack(Struct, frozen=True, tag="dial-back"):
+    """Can you dial me, at the address that this call comes from and this TCP port?"""
+
+    port: Port
+
+
 class Envelopes(Struct, frozen=True, tag="envelopes"):
     """Signed things somebody asked for, oldest first."""
 
@@ -476,11 +484,20 @@ class ChunkHead(Struct, frozen=True, tag="chunk-head"):
     index: Count
 
 
+class DialedBack(Struct, frozen=True, tag="dialed-back"):
+    """What became of a `DialBack`."""
+
+    address: Label
+    """What was dialled: `/ip4/<address>/tcp/<port>`."""
+    reached: bool
+    """A libp2p peer answered there."""
+
+
 Signed = Announcement | RunEnd | CapacityAd | RolloutBatch | Receipt | Lease | Directive
-Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts | RoundCall | StatusRequest
+Request = Hello | Heartbeat | ManifestRequest | ChainRequest | PushRollouts | RoundCall | StatusRequest | DialBack
 BlobAsker = BlobOpen | ChunkAsk | BlobHave
 BlobHolder = BlobOffer | ChunkHead
-Reply = HelloReply | HeartbeatReply | Envelopes | Refused | RoundReply | Status
+Reply = HelloReply | HeartbeatReply | Envelopes | Refused | RoundReply | Status | DialedBack
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

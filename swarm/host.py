@@ -183,9 +183,17 @@ class Host:
 
     async def peers(self) -> list[str]:
         """Everybody we have a connection with, whatever their run."""
+        return sorted({str(PeerID(peer.id)) for peer in await self._connections()})
+
+    async def addresses_of(self, peer_id: str) -> list[str]:
+        """The far ends of our connections with a peer, as we see them: behind a NAT not what it listens on."""
+        wanted = _peer(peer_id).to_bytes()
+        seen = {str(Multiaddr(raw)) for peer in await self._connections() if peer.id == wanted for raw in peer.addrs}
+        return sorted(seen)
+
+    async def _connections(self) -> Any:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
-        answer = await self._ask(request, self.config.call_timeout_s, "peers")
-        return sorted({str(PeerID(peer.id)) for peer in answer.peers})
+        return (await self._ask(request, self.config.call_timeout_s, "peers")).peers
 
     async def disconnect(self, peer_id: str) -> None:
         """Close all connections with a peer. It may come back."""
@@ -421,6 +429,15 @@ def _require_free_port(address: str) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise TransportFault("port in use", address) from error
+
+
+def tcp_port(address: str) -> int | None:
+    """The TCP port of `/ip4/.../tcp/4001...` or `/ip6/...`; None for names and other transports."""
+    match address.strip("/").split("/"):
+        case ["ip4" | "ip6", _, "tcp", port, *_]:
+            return int(port)
+        case _:
+            return None
 
 
 def _parts(address: str) -> dict[str, str]:

@@ -55,6 +55,8 @@ class Neighbourhood:
         """Version that each neighbour said it holds."""
         self.named: tuple[str, ...] = ()
         """Holders of the head that the coordinator named last: it spreads those who ask."""
+        self.linked: frozenset[str] = frozenset()
+        """Peers that we had a connection with, whoever opened it, when we last looked."""
         self._rng = random.Random(self.node.session)
         self._head_changed = False
         self._capacity_changed = False
@@ -204,29 +206,40 @@ class Neighbourhood:
 
     async def _connect_some(self) -> None:
         try:
-            connected = set(await self.node.host.peers())
+            self.linked = frozenset(await self.node.host.peers())
         except TransportFault:
             return
-        strangers = [peer for peer in self.ads if peer not in connected and peer != self.node.peer_id]
-        self._rng.shuffle(strangers)
-        for peer_id in strangers[: max(0, MESH_PEERS - len(connected))]:
-            try:
-                await self.reach(peer_id)
-            except TransportFault as fault:
-                log.info("cannot reach %s: %s", short(peer_id), fault)
+        known = self.linked | {self.node.peer_id}
+        strangers = [peer for peer, ad in self.ads.items() if ad.message.addresses and peer not in known]
+        some = self._some(strangers, max(0, MESH_PEERS - len(self.linked)))
+        for peer_id, outcome in zip(
+            some, await asyncio.gather(*map(self.reach, some), return_exceptions=True), strict=True
+        ):
+            if isinstance(outcome, TransportFault):
+                log.info("cannot reach %s: %s", short(peer_id), outcome)
+            elif outcome is not None:
+                raise outcome
 
     async def reach(self, peer_id: str) -> None:
-        """Connect to a peer at the addresses it advertises. Raises TransportFault."""
+        """Connect to a peer at the addresses it advertises, all at once: most may be black holes. TransportFault."""
         if peer_id not in self.ads:
             await self.read_peers()
         ad = self.ads.get(peer_id)
         fault = TransportFault("unreachable", f"{short(peer_id)} advertises no address")
-        for address in ad.message.addresses if ad is not None else ():
-            try:
-                if await self.node.host.connect(address, BEAT_S) == peer_id:
+        addresses = [] if ad is None else [each for each in ad.message.addresses if each.endswith(f"/p2p/{peer_id}")]
+        dials = [asyncio.create_task(self.node.host.connect(address, BEAT_S)) for address in addresses]
+        try:
+            for dial in asyncio.as_completed(dials):
+                try:
+                    await dial
+                except TransportFault as error:
+                    fault = error
+                else:
                     return
-            except TransportFault as error:
-                fault = error
+        finally:
+            for task in dials:
+                task.cancel()
+            await asyncio.gather(*dials, return_exceptions=True)
         raise fault
 
     def sources(self, version: int) -> list[str]:
@@ -238,11 +251,17 @@ class Neighbourhood:
         trainers = [peer for peer in self.follower.trainers() if not self.follower.ignores(peer)]
         others = {peer for peer, ad in self.ads.items() if ad.message.role == "inference"} | self.holders.keys()
         others = {peer for peer in others - {self.node.peer_id, *trainers} if not self.follower.ignores(peer)}
+        others = {peer for peer in others if self._within_reach(peer)}
         holders = {peer for peer in others if self.holders.get(peer, -1) >= version}
         named = [peer for peer in self.named if peer in holders]
         some = list(dict.fromkeys([*named, *self._some(sorted(holders), SOURCES)]))[:SOURCES]
         hopeful = sorted(peer for peer in others - holders if self._has_room(peer))
         return some + trainers + self._some(hopeful, SOURCES - len(some))
+
+    def _within_reach(self, peer_id: str) -> bool:
+        """A peer that nobody can dial advertises no address; it is within reach while it is linked with us."""
+        ad = self.ads.get(peer_id)
+        return ad is None or bool(ad.message.addresses) or peer_id in self.linked
 
     def _has_room(self, peer_id: str) -> bool:
         ad = self.ads.get(peer_id)

@@ -26,6 +26,7 @@ from protocols.faults import PeerFault, TransportFault
 from protocols.identity import short
 from protocols.messages import (
     ChainRequest,
+    DialBack,
     Envelopes,
     Heartbeat,
     HeartbeatReply,
@@ -53,6 +54,7 @@ from swarm.follower import Follower
 from swarm.host import Host, HostConfig
 from swarm.identity import KEY_FILE, Identity, load_identity, lock_home
 from swarm.metrics import Metrics
+from swarm.reachability import DialBacks, Reachability, reachability
 from swarm.storage import PeerStore
 from swarm.tasks import Loop
 
@@ -62,6 +64,7 @@ CONNECT_TIMEOUT_S = 8.0  # a TCP and a TLS handshake across the world take 1 s; 
 # Refusals of honest neighbours: records of another run of the same swarm, and of one whose manifest is on its way.
 UNREMARKABLE = {("dht", "unknown key"), ("dht", "no manifest yet")}
 STATUS_LIFE_S = 0.5  # anybody may ask at any rate, and an answer costs 20 ms when ten thousand have sent a heartbeat
+ADDRESSES_MAX = 16  # in a CapacityAd
 LAG_PROBE_S = 0.02
 LAG_REPORT_S = 5.0
 
@@ -112,11 +115,13 @@ class Node:
         """The last answer of each run, and when it was made."""
         self.bootstraps: dict[str, str] = {}
         """Bootstrap addresses that answered, and their peer ids."""
+        self.reachability = Reachability("unknown", "nobody was asked")
         self.on_push: PushHandler | None = None
         self.on_round: RoundHandler | None = None
         self.more_doors: dict[str, Counter[str]] = {}
         """Counters of what a role refuses, by door and reason, for the metrics."""
         self.host: Host
+        self._dial_backs: DialBacks
         self.exchange: Exchange
         self.directory: Directory
         self._resources = AsyncExitStack()
@@ -125,6 +130,13 @@ class Node:
     def peer_id(self) -> str:
         """Our name, and our public key."""
         return self.identity.peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can dial us, for our advertisement; none when nobody gets through."""
+        if self.reachability.kind == "outbound only":
+            return ()
+        return tuple(dict.fromkeys([*self.reachability.addresses, *self.host.addresses]))[:ADDRESSES_MAX]
 
     @classmethod
     async def start(cls, identity: Identity, home: Path, config: NodeConfig, runs: Sequence[str]) -> "Node":
@@ -144,6 +156,7 @@ class Node:
         )
         self.host = await Host.start(self.identity, host_config)
         self._resources.push_async_callback(self.host.close)
+        self._dial_backs = DialBacks(self.host)
         self.exchange = Exchange(self.host, BlobStore(self.home / "blobs"))
         rules = [DirectoryRules(run) for run in runs]
         self.followers = {each.run: Follower(self, each) for each in rules}
@@ -151,10 +164,14 @@ class Node:
         if self.config.bootstrap:
             # A bootstrap peer links with others whatever runs they serve; everybody else comes for one run.
             await self._join(None if self.config.role == "bootstrap" else runs[0])
+            await self._look_whether_reachable()
         if self.config.role != "trainer":  # a trainer brings its own; a run that is not there leaves no file
             for follower in self.followers.values():
                 follower.store = PeerStore(self.home / f"{follower.run}.sqlite")
-        self.directory = await Directory.start(self.host, rules, list(self.bootstraps.values()))
+        # Records kept by a peer that nobody can dial would be lost to all, and each search would wait for it in vain.
+        unreachable = self.reachability.kind == "outbound only" and self.config.role != "bootstrap"
+        known = list(self.bootstraps.values())
+        self.directory = await Directory.start(self.host, rules, known, client_mode=unreachable)
         self._resources.push_async_callback(self.directory.close)
         await self.exchange.start()
 
@@ -183,6 +200,17 @@ class Node:
             self.warn("bootstrap unreachable", f"{address}: {fault}")
             for follower in self.followers.values():
                 follower.heartbeats.known_unreachable(address, fault)
+
+    async def _look_whether_reachable(self) -> None:
+        self.reachability = await reachability(self.host, list(self.bootstraps.values()))
+        found = self.reachability
+        self.metrics.emit("reachability", kind=found.kind, reason=found.reason, addresses=found.addresses)
+        if found.kind == "outbound only" and self.config.role != "inference":
+            self.warn(
+                "cannot be dialled",
+                f"{found.reason}; others need to connect to this {self.config.role} peer: "
+                "open or forward its port (--port), and where the address differs pass --announce",
+            )
 
     async def _greet(self, address: str, run: str | None) -> TransportFault | None:
         try:
@@ -248,6 +276,8 @@ class Node:
                 return Refused("not an inference peer") if self.on_round is None else self.on_round(request, peer_id)
             case StatusRequest(run):
                 return self._on_status(run)
+            case DialBack(port):
+                return await self._dial_backs.answer(port, peer_id)
 
     def _on_hello(self, hello: Hello, peer_id: str) -> HelloReply:
         detail = ""

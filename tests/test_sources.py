@@ -26,8 +26,23 @@ class Surroundings:
         )
         self.near = Neighbourhood(follower)
 
-    def add(self, name: str, version: int | None, storage: bool = True, role: Role = "inference") -> None:
-        ad = CapacityAd(run=RUN, session=bytes(16), role=role, issued_ms=0, version=version, storage=storage)
+    def add(
+        self,
+        name: str,
+        version: int | None,
+        storage: bool = True,
+        role: Role = "inference",
+        dialable: bool = True,
+    ) -> None:
+        ad = CapacityAd(
+            run=RUN,
+            session=bytes(16),
+            role=role,
+            issued_ms=0,
+            version=version,
+            storage=storage,
+            addresses=(f"/ip4/203.0.113.7/tcp/4001/p2p/{name}",) if dialable else (),
+        )
         self.near.ads[name] = seal(STRANGER, ad)
         self.near.heard_of(name, version)
 
@@ -66,6 +81,17 @@ def test_who_came_meanwhile_is_among_them() -> None:
     assert "newcomer" in around.near.sources(7)
     around.near.heard_of("newcomer", 7)
     assert around.near.sources(7)[0] == "newcomer"
+
+
+def test_whom_nobody_can_dial_is_asked_only_over_a_connection_that_is_there() -> None:
+    around = Surroundings()
+    around.add("behind a NAT", 7, dialable=False)
+    around.add("another", 7, dialable=False)
+    assert around.near.sources(7) == TRAINERS
+    around.near.told_of(("another",), 7)
+    assert around.near.sources(7) == TRAINERS, "the coordinator's word opens no way"
+    around.near.linked = frozenset({"behind a NAT"})
+    assert around.near.sources(7) == ["behind a NAT", *TRAINERS]
 
 
 @pytest.mark.parametrize("seed", range(20))
