@@ -49,8 +49,9 @@ class Versions:
         while len(self._held) > HELD_MAX or (len(self._held) > 1 and self._held_bytes() > HELD_BYTES_MAX):
             self._held.popitem(last=False)
 
-    def logprobs(self, version: int, group: TrainingGroup) -> list[tuple[float, ...]] | None:
-        """Log-probability of each completion token under that version; None if its adapter cannot be had."""
+    def logprobs(self, version: int, groups: Sequence[TrainingGroup]) -> list[list[tuple[float, ...]]] | None:
+        """Log-probability of each completion token under that version, by group and completion; None if its adapter
+        cannot be had."""
         adapter = self._held[version] if version in self._held else self._rebuild(version)
         self.keep(version, adapter)
         if adapter is None:
@@ -58,7 +59,7 @@ class Versions:
         if self._loaded != version:
             write_adapter(self._policy, adapter)
             self._loaded = version
-        return self._scorer.group(group)
+        return self._scorer.groups(groups)
 
     def _held_bytes(self) -> int:
         adapters = [adapter for adapter in self._held.values() if adapter is not None]
@@ -74,7 +75,7 @@ class Examiner:
         ingest: Ingest,
         agreement: Agreement,
         versions: Versions,
-        in_thread: Callable[..., Awaitable[list[float] | None]],
+        in_thread: Callable[..., Awaitable[list[list[float] | None]]],
         dice: random.Random,
     ) -> None:
         """`in_thread` runs a function with its arguments on the learner's thread; `dice` nobody else may know."""
@@ -92,31 +93,37 @@ class Examiner:
         begun_s = time.monotonic()
         chosen = self._agreement.choose(batch, self._dice, settled)
         opened = await self._ingest.opened([group.digest for group in chosen])
+        found = await self._in_thread(self._look, opened) if chosen else []
         refused: dict[str, Verdict] = {}
         looks = []
-        for producer, (group, training) in zip((queued.producer for queued in chosen), opened, strict=True):
-            settled.add(producer)
-            if producer in refused:
-                continue
-            gaps = await self._in_thread(self._gaps, group, training)
-            looks.append(_told(producer, group, gaps))
-            if gaps is not None:
-                verdict = self._agreement.observe(producer, group.engine, group.newest_version, gaps)
+        for queued, (group, _), gaps in zip(chosen, opened, found, strict=True):
+            settled.add(queued.producer)
+            looks.append(_told(queued.producer, group, gaps))
+            if gaps is not None and queued.producer not in refused:
+                verdict = self._agreement.observe(queued.producer, group.engine, group.newest_version, gaps)
                 if verdict.refused:
-                    refused[producer] = verdict
+                    refused[queued.producer] = verdict
         self.spent_s += time.monotonic() - begun_s
         if looks:
             self._ingest.node.metrics.emit("agreement", step=self._ingest.steps_done, groups=looks)
         return refused
 
-    def _gaps(self, group: RolloutGroup, training: TrainingGroup) -> list[float] | None:
-        """Of all its tokens, in nats; a group that spans versions is judged by the newest, whose digest it states."""
-        ours = self._versions.logprobs(group.newest_version, training)
-        if ours is None:
-            return None
-        pairs = (pair for rows in zip(ours, training.logprobs, strict=True) for pair in zip(*rows, strict=True))
-        gaps = [abs(mine - theirs) for mine, theirs in pairs]
-        return gaps if all(map(math.isfinite, gaps)) else None
+    def _look(self, opened: Sequence[tuple[RolloutGroup, TrainingGroup]]) -> list[list[float] | None]:
+        """Of all tokens of each group, in nats; None where there is no number for one. A group that spans versions is
+        judged by the newest, whose digest it states."""
+        found: dict[int, list[float] | None] = {}
+        for version in sorted({group.newest_version for group, _ in opened}):
+            of_version = {at: each for at, (group, each) in enumerate(opened) if group.newest_version == version}
+            ours = self._versions.logprobs(version, list(of_version.values()))
+            for i, (at, training) in enumerate(of_version.items()):
+                found[at] = _gaps(ours[i], training.logprobs) if ours is not None else None
+        return [found[at] for at in range(len(opened))]
+
+
+def _gaps(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float] | None:
+    pairs = (pair for rows in zip(ours, theirs, strict=True) for pair in zip(*rows, strict=True))
+    gaps = [abs(mine - other) for mine, other in pairs]
+    return gaps if all(map(math.isfinite, gaps)) else None
 
 
 def _told(producer: str, group: RolloutGroup, gaps: Sequence[float] | None) -> dict[str, object]:

@@ -328,8 +328,14 @@ def test_any_version_is_scored_as_the_learner_scored_it() -> None:
         looking.keep(version, adapter)
     for version in (2, 0, 3, 3, 1):
         learner.load_adapter(versions[version])
-        assert looking.logprobs(version, another_group(5)) == learner.logprobs(another_group(5))
-    assert looking.logprobs(0, another_group(5)) != looking.logprobs(3, another_group(5))
+        assert looking.logprobs(version, [another_group(5)]) == [learner.logprobs(another_group(5))]
+    assert looking.logprobs(0, [another_group(5)]) != looking.logprobs(3, [another_group(5)])
+    together = looking.logprobs(3, [another_group(5), another_group(6)])
+    learner.load_adapter(versions[3])
+    assert together is not None
+    for got, each in zip(together, (5, 6), strict=True):
+        for mine, theirs in zip(got, learner.logprobs(another_group(each)), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -343,7 +349,7 @@ def test_a_look_changes_no_bit_of_the_policy_in_training(beta: float) -> None:
     for number in range(4):
         looking.keep(number, watched.adapter())
         for version in (number, max(0, number - 2)):
-            assert looking.logprobs(version, another_group(number)) is not None
+            assert looking.logprobs(version, [another_group(number)]) is not None
         expected, report = alone.step([another_group(number)]), watched.step([another_group(number)])
         assert (report.loss, report.grad_norm) == (expected.loss, expected.grad_norm)
         assert watched.state() == alone.state()
@@ -366,11 +372,11 @@ def test_versions_are_made_again_from_the_disk_and_memory_is_bounded(monkeypatch
     for version in (1, 2, 3):
         looking.keep(version, versions[version])
     assert list(looking._held) == [2, 3]
-    first = looking.logprobs(1, another_group(0))
+    first = looking.logprobs(1, [another_group(0)])
     assert (asked, list(looking._held)) == ([1], [3, 1])
-    assert looking.logprobs(1, another_group(0)) == first
-    assert looking.logprobs(0, another_group(0)) is None
-    assert looking.logprobs(0, another_group(0)) is None
+    assert looking.logprobs(1, [another_group(0)]) == first
+    assert looking.logprobs(0, [another_group(0)]) is None
+    assert looking.logprobs(0, [another_group(0)]) is None
     assert asked == [1, 0], "that it cannot be had is remembered"
     monkeypatch.setattr("peers.agreement.HELD_MAX", 3)
     for version in range(10, 20):

@@ -139,19 +139,22 @@ class Scorer:
         self._temperature = temperature
 
     @torch.no_grad()
-    def group(self, group: TrainingGroup) -> list[tuple[float, ...]]:
-        """Of each completion token of a group, under the policy's adapter as it stands."""
+    def groups(self, groups: Sequence[TrainingGroup]) -> list[list[tuple[float, ...]]]:
+        """Of each completion token of these groups, under the policy's adapter as it stands."""
         rows = [
-            _Row(group.prompt_ids + completion, len(group.prompt_ids), behaviour, 0.0)
-            for completion, behaviour in zip(group.completions, group.logprobs, strict=True)
+            [
+                _Row(group.prompt_ids + completion, len(group.prompt_ids), behaviour, 0.0)
+                for completion, behaviour in zip(group.completions, group.logprobs, strict=True)
+            ]
+            for group in groups
         ]
-        found: dict[tuple[int, ...], tuple[float, ...]] = {}
-        for batch in _micro_batches([row for row in rows if row.behaviour], self.micro_batch_tokens):
+        found: dict[_Row, tuple[float, ...]] = {}
+        for batch in _micro_batches([row for of in rows for row in of if row.behaviour], self.micro_batch_tokens):
             logprob_BT = self.tokens(self.ids(batch), _num_kept(batch))
             first = min(row.num_prompt for row in batch)
             for row, logprobs in zip(batch, logprob_BT.tolist(), strict=True):
-                found[row.ids] = tuple(logprobs[row.num_prompt - first : len(row.ids) - first])
-        return [found.get(row.ids, ()) for row in rows]
+                found[row] = tuple(logprobs[row.num_prompt - first : len(row.ids) - first])
+        return [[found.get(row, ()) for row in of] for of in rows]
 
     def ids(self, batch: Sequence[_Row]) -> torch.Tensor:
         """Right-padded, int64 [B, T]."""
@@ -231,7 +234,7 @@ class Learner:
 
     def logprobs(self, group: TrainingGroup) -> list[tuple[float, ...]]:
         """Log-probability of each completion token under the adapter as it stands, at the temperature."""
-        return self._scorer.group(group)
+        return self._scorer.groups([group])[0]
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter as it stands."""
