@@ -321,7 +321,7 @@ def _lock_holder(home: Path) -> str | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "(unknown)"
     finally:
@@ -526,6 +526,29 @@ async def check_run(patient: Patient) -> Finding:
         return problem(f"{found}; it has ended", "ask its owner for one that goes on")
     head = "no version yet" if status.head is None else f"at v{status.head} of {manifest.max_steps}"
     return ok(f"{found}, {head}; peers: {len(status.peers) + status.left_out}")
+
+
+async def check_reachability(patient: Patient) -> Finding:
+    """Doors dial back where this peer would listen. Nobody needs to be reached."""
+    from bootstrap.visit import CONNECT_S, visiting
+    from swarm.reachability import reachability
+
+    doors = await patient.doors()
+    try:
+        async with visiting(patient.options.listen) as host:
+            met = [await host.connect(door.address, CONNECT_S) for door in doors]
+            found = await reachability(host, met)
+    except TransportFault as fault:
+        raise NotKnown(f"cannot listen: {fault.code}") from fault
+    match found.kind:
+        case "direct":
+            return ok(f"others can reach this peer: {found.reason}")
+        case "outbound only":
+            return ok(
+                f"outbound only ({found.reason}), which is enough: the swarm talks over connections made from here"
+            )
+        case _:
+            return warning(f"not known whether others can reach this peer: {found.reason}", "nothing: join finds out")
 
 
 async def check_bandwidth(patient: Patient) -> Finding:

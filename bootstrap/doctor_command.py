@@ -43,15 +43,16 @@ MACHINE = (
     Check("clock", doctor.check_clock, "comparing clocks", 12.0),
 )
 RUN = (
+    Check("reachability", doctor.check_reachability, "having doors dial back", 12.0),
     Check("run", doctor.check_run, "asking for the run", 8.0),
     Check("bandwidth", doctor.check_bandwidth, "downloading a version", 12.0),
-    Check("environment", doctor.check_environment, "making problems", 8.0),
+    Check("environment", doctor.check_environment, "making problems", 12.0),
 )
 REST = (
     Check("disk", doctor.check_disk, "looking at the disk", 3.0),
     Check("model", doctor_model.check_model, "reading the model", 20.0),
     Check("engine", doctor_model.check_engine, "looking for engines", 12.0),
-    Check("memory", doctor_model.check_memory, "estimating memory", 5.0),
+    Check("memory", doctor_model.check_memory, "estimating memory", 10.0),
 )
 
 
@@ -89,7 +90,7 @@ class Examined:
         counted = [f"{n} {level}{'s' if n > 1 else ''}" for level in ("problem", "warning") if (n := levels[level])]
         if self.has_problem:
             return f"{' and '.join(counted)}: with these options `swarm join` would not do"
-        return f"no problem{''.join(f', {each}' for each in counted)}: this machine can join"
+        return ", ".join(["no problem found", *counted]) if counted else "all is well: this machine can join"
 
 
 async def examine(options: DoctorOptions, as_json: bool, stream: TextIO | None = None) -> Examined:

@@ -30,8 +30,16 @@ async def check_model(patient: Patient) -> Finding:
         files = await patient.once("files", lambda: patient.in_thread(find_model, spec.name, spec.revision))
         await patient.in_thread(_compare, files, (await patient.known_run()).manifest)
     except ValueError as error:
-        return refused(error, "set `model` of the run to one that this machine can have, or join another run")
+        return refused(error, _how_to_get_it())
     return ok(f"{spec.name}: in {files.folder}, weights {files.digest.hex()[:12]} and tokenizer as the run's")
+
+
+def _how_to_get_it() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return f"unset HF_HUB_OFFLINE, or copy the model into {constants.HF_HUB_CACHE} from a machine that has it"
+    return "ask the run's owner where its model can be had"
 
 
 def _compare(files: "ModelFiles", manifest: "Manifest") -> None:

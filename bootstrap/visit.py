@@ -128,11 +128,11 @@ class Rate:
 
 
 @asynccontextmanager
-async def visiting() -> AsyncIterator[Host]:
+async def visiting(listen: tuple[str, ...] = ()) -> AsyncIterator[Host]:
     """A host with a throw-away identity, whose key is gone as soon as p2pd has read it. Raises TransportFault."""
     with tempfile.TemporaryDirectory(prefix="swarm-visit-") as folder:
         identity, _ = load_identity(Path(folder) / KEY_FILE)
-        host = await Host.start(identity, HostConfig(listen=()))
+        host = await Host.start(identity, HostConfig(listen=listen))
     try:
         yield host
     finally:

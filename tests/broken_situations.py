@@ -2,8 +2,8 @@
 
     python -m tests.broken_situations      # what both really print, also when all is well, into docs/doctor.md
 
-Everything is real but the hub, which is one of our own on loopback: a bootstrap peer whose clock is 5 s late, a port
-that is taken, a disk that is full, weights of another digest.
+Everything is real but the hub, which is one of our own on loopback, and the clock of the process, which is set where
+Python reads it: a port that is taken, a disk that is full, a manifest that names other weights.
 """
 
 import asyncio
@@ -33,7 +33,6 @@ from tests.samples import STRANGER_ID
 from tests.terminals import Terminals, printed
 
 LOCAL = ("--host", "127.0.0.1", "--port", "0")
-LATE_S = 5.0
 DISK_BYTES = 64 * 1024
 MODELS = {
     "builtin": ModelSpec(),
@@ -53,8 +52,6 @@ class Stage:
     """Run ids, by the names of MODELS."""
     door: str
     """Address of a bootstrap peer that serves all of them."""
-    late_door: str
-    """Of one whose clock is late."""
     hub: Hub
     """Knows no model."""
     gated_hub: Hub
@@ -68,8 +65,8 @@ class Stage:
         self.homes += 1
         return ["--home", str(self.folder / f"home-{self.homes}")]
 
-    def invite(self, run: str = "builtin", door: str = "") -> str:
-        return f"{door or self.door}#{self.runs[run]}"
+    def invite(self, run: str = "builtin") -> str:
+        return f"{self.door}#{self.runs[run]}"
 
     def at(self, port: int) -> str:
         return f"/ip4/127.0.0.1/tcp/{port}/p2p/{STRANGER_ID}"
@@ -96,6 +93,8 @@ class Situation:
     code: int
     """Exit code of join."""
     environment: Callable[[Stage], Mapping[str, str]] = field(default=lambda stage: {"HF_HUB_OFFLINE": "1"})
+    clock_s: float = 0.0
+    """How far this machine's clock is ahead."""
     local: tuple[str, ...] = LOCAL
     home: Words = Stage.home
 
@@ -136,12 +135,13 @@ SITUATIONS = (
     ),
     Situation(
         "clock off by 5 s",
-        "The bootstrap peer's clock is 5 s behind this machine's.",
-        lambda stage: [stage.invite(door=stage.late_door)],
+        "This machine's clock is 5 s ahead of the swarm's.",
+        lambda stage: [stage.invite()],
         "clock",
         ("5.0 s ahead of", "the limit is 3 s", "switch on time synchronisation"),
-        ("clock: ", "more than 3 s apart"),
+        ("clock: ", "more than 3 s apart", "+5.0 s off"),
         1,
+        clock_s=5.0,
     ),
     Situation(
         "port blocked",
@@ -234,16 +234,12 @@ def verify(situation: Situation, doctor: tuple[int, str], join: tuple[int, str])
 
 @contextmanager
 def staged(folder: Path, terminals: Terminals) -> Iterator[Stage]:
-    """Two bootstrap peers, of which one is late, manifests behind them, hubs, a full disk, a silent port."""
+    """A bootstrap peer, manifests behind it, hubs, a full disk, a silent port."""
     owners = {name: Ed25519PrivateKey.generate() for name in MODELS}
     runs = {name: run_id_of(name, public_bytes(owner)) for name, owner in owners.items()}
-    behind = f"import time\nreal = time.time\ntime.time = lambda: real() - {LATE_S}"
-    peers = [
-        terminals.type("bootstrap", *runs.values(), *LOCAL, "--home", folder / f"door{number}", before=before)
-        for number, before in enumerate(("", behind))
-    ]
-    doors = [printed(peer, "swarm join '").split("'")[1].partition("#")[0] for peer in peers]
-    asyncio.run(_publish(folder / "trainer", doors[0], owners))
+    peer = terminals.type("bootstrap", *runs.values(), *LOCAL, "--home", folder / "door")
+    door = printed(peer, "swarm join '").split("'")[1].partition("#")[0]
+    asyncio.run(_publish(folder / "trainer", door, owners))
     with ExitStack() as stack:
         hub, gated_hub = (stack.enter_context(serving(None)) for _ in range(2))
         gated_hub.refusal = (403, "GatedRepo")
@@ -254,7 +250,7 @@ def staged(folder: Path, terminals: Terminals) -> Iterator[Stage]:
         with suppress(pytest.skip.Exception):
             disk = stack.enter_context(small_disk(folder / "disk", DISK_BYTES))
             fill_up(disk / "full")
-        yield Stage(folder, runs, *doors, hub, gated_hub, disk, listening.getsockname()[1])
+        yield Stage(folder, runs, door, hub, gated_hub, disk, listening.getsockname()[1])
 
 
 async def _publish(home: Path, address: str, owners: Mapping[str, Ed25519PrivateKey]) -> None:
@@ -281,7 +277,9 @@ JOINED_S = 120.0  # until a peer that joined has shown what it does
 
 def typed(terminals: Terminals, command: str, situation: Situation, stage: Stage) -> tuple[int, str]:
     """Exit code and output of a real process."""
-    terminal = terminals.type(command, *options_of(situation, stage), **situation.environment(stage))
+    ahead = f"import time\nreal = time.time\ntime.time = lambda: real() + {situation.clock_s}"
+    words, environment = options_of(situation, stage), situation.environment(stage)
+    terminal = terminals.type(command, *words, before=ahead if situation.clock_s else "", **environment)
     return terminal.ended_clean(), terminal.output
 
 
@@ -319,7 +317,7 @@ def _when_all_is_well(folder: Path, terminals: Terminals) -> str:
     assert terminals.type("init", "sums").wait() == 0
     bootstrap = terminals.type("bootstrap", "sums/run.toml", *LOCAL, "--home", "b")
     invite = printed(bootstrap, "swarm join '").split("'")[1]
-    terminals.type("train", "sums/run.toml", "--bootstrap", invite.partition("#")[0], *LOCAL)
+    trainer = terminals.type("train", "sums/run.toml", "--bootstrap", invite.partition("#")[0], *LOCAL)
     first = terminals.type("join", invite, *LOCAL, "--home", "first")
     printed(first, "joined")
     wait_until(lambda: sum("groups" in line for line in first.lines()) >= 3, JOINED_S, first)
@@ -329,6 +327,9 @@ def _when_all_is_well(folder: Path, terminals: Terminals) -> str:
     wait_until(lambda: sum("groups" in line for line in join.lines()) >= 2, JOINED_S, join)
     join.kill(signal.SIGINT)
     code = join.ended_clean()
+    for peer in (first, trainer, bootstrap):
+        peer.kill(signal.SIGTERM)
+        peer.ended_clean()
     text = "\n".join(
         ["$ swarm doctor 'INVITE'", doctor.output, "$ swarm join 'INVITE'", join.output, f"(exit code {code})"]
     )
@@ -337,10 +338,10 @@ def _when_all_is_well(folder: Path, terminals: Terminals) -> str:
 
 def _for_readers(text: str, folder: Path) -> str:
     """Without what is of this machine and this moment only."""
-    text = text.replace(f"{folder}", "~").replace("127.0.0.1", "203.0.113.7")
+    text = text.replace(f"{folder}", "~").replace(f"{ROOT}", "~/echo-swarm").replace("127.0.0.1", "203.0.113.7")
     text = re.sub(r"12D3KooW\w{44}", "12D3KooW...", text)
     text = re.sub(r"http://203.0.113.7:\d+", "https://huggingface.co", text)
-    return re.sub(r"/tcp/\d{4,5}", "/tcp/31415", text)
+    return re.sub(r"(/tcp/|port )\d{4,5}", r"\g<1>31415", text)
 
 
 if __name__ == "__main__":

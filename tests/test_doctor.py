@@ -38,6 +38,7 @@ from protocols.identity import short
 from protocols.manifest import EnvironmentSpec
 from protocols.messages import AdapterRef, BlobRef, Status
 from swarm.identity import load_identity, lock_home, private_folder
+from swarm.node import now_ms
 from tests.broken_situations import SITUATIONS, Situation, Stage, options_of, staged, typed, verify
 from tests.hosts import children, free_port, until
 from tests.nodes import nodes
@@ -97,6 +98,11 @@ def test_what_doctor_and_join_say_of_a_broken_situation(
     if situation.name == "no space" and stage.disk is None:
         pytest.skip("no file system of its own here")
     settle(here, dict(situation.environment(stage)))
+    for module in ("bootstrap.visit", "swarm.node"):
+        here.setattr(f"{module}.now_ms", lambda: now_ms() + round(situation.clock_s * 1000))
+    if situation.name == "swarm unreachable":
+        here.setattr("bootstrap.visit.CONNECT_S", 1.0)
+        here.setattr("swarm.node.CONNECT_TIMEOUT_S", 1.0)
     said = {command: swarm(command, *options_of(situation, stage)) for command in ("doctor", "join")}
     verify(situation, *((result.exit_code, result.output) for result in said.values()))
 
@@ -168,7 +174,7 @@ async def test_a_check_that_breaks_or_hangs_is_a_line_and_no_other_ones(monkeypa
     assert all(words in line.found for words, line in zip(said, lines, strict=True)), lines
     assert all(bool(line.advice) == (line.level != "ok") for line in lines)
     assert "Traceback" not in shown
-    assert shown.splitlines()[-1] == "no problem, 4 warnings: this machine can join"
+    assert shown.splitlines()[-1] == "no problem found, 4 warnings"
 
 
 async def test_all_checks_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,6 +483,21 @@ async def test_a_visitor_measures_a_real_swarm_and_is_no_peer_of_it(tmp_path: Pa
         assert isinstance(await greet(host, f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{OWNER_ID}", RUN), TransportFault)
         with pytest.raises(TransportFault, match="unknown run"):
             await read_run(host, [met], OTHER_RUN)
+
+
+@pytest.mark.network
+async def test_doors_dial_back_to_where_a_peer_would_listen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with nodes(tmp_path) as swarm_of:
+        bootstrap = await swarm_of.bootstrap()
+        address = bootstrap.node.host.addresses[0]
+        met = door(address=address, peer_id=bootstrap.node.peer_id)
+        knows(monkeypatch, "doors", [met])
+        invite, listen = f"{address}#{RUN}", ("/ip4/127.0.0.1/tcp/0",)
+        found = await look(doctor.check_reachability, tmp_path / "peer", invite, listen=listen)
+        assert (found.level, "others can reach this peer" in found.found) == ("ok", True), found
+        monkeypatch.setattr("swarm.reachability.LIBP2P_GREETING", b"nobody says this")  # as if nobody got through
+        found = await look(doctor.check_reachability, tmp_path / "peer", invite, listen=listen)
+        assert (found.level, "outbound only" in found.found) == ("ok", True), found
 
 
 @pytest.mark.network
