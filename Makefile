@@ -34,8 +34,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pip check
 
+# Two test files at a time: most tests wait for other processes and for time to pass.
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # vLLM pins other versions of what we use, so it has an environment of its own. The torchvision, torchaudio and
 # torchcodec that it asks for are built for CUDA: beside torch's CPU build they fail at import, and take vLLM with them.
