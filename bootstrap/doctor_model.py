@@ -1,8 +1,9 @@
 """The doctor's look at models and engines: is the run's model here and the same, what computes it, does it fit."""
 
-import asyncio
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from bootstrap.doctor import Finding, NotKnown, Patient, ok, problem, size, warning
 from bootstrap.errors import one_line
@@ -18,7 +19,7 @@ HUB_S = 5.0  # as peers/models/hub.py waits
 async def check_model(patient: Patient) -> Finding:
     """The run's model is on this machine with the run's digests, or can be had."""
     if patient.options.invite is None:
-        return await _check_hub()
+        return await _check_hub(patient)
     from peers.models.find import find_model, to_download
 
     spec = (await patient.known_run()).manifest.model
@@ -51,26 +52,24 @@ def _compare(files: "ModelFiles", manifest: "Manifest") -> None:
     Prompts(files.tokenizer, manifest.environment, files.name)
 
 
-async def _check_hub() -> Finding:
+async def _check_hub(patient: Patient) -> Finding:
     """Without a run, only whether models could be downloaded."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     here = "without it, only models on this machine can be used, and `builtin`"
     if HF_HUB_OFFLINE:
-        return warning(
-            "HF_HUB_OFFLINE is set: nothing is downloaded", f"unset it where a run's model is missing; {here}"
-        )
-    parts = urlsplit(ENDPOINT)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+        return warning("HF_HUB_OFFLINE is set: nothing is downloaded", f"unset it where a model is missing; {here}")
     try:
-        async with asyncio.timeout(HUB_S):
-            _, writer = await asyncio.open_connection(parts.hostname, port)
-    except OSError as error:  # a timeout is one
-        return warning(
-            f"{ENDPOINT} cannot be reached: {one_line(str(error)) or 'no answer'}", f"check your network; {here}"
-        )
-    writer.close()
+        await patient.in_thread(_reach, ENDPOINT)
+    except OSError as error:
+        return warning(f"{ENDPOINT} cannot be reached: {one_line(str(error))}", f"check your network; {here}")
     return ok(f"{ENDPOINT} can be reached")
+
+
+def _reach(url: str) -> None:
+    """Through a proxy where one is set. Raises OSError."""
+    with suppress(urllib.error.HTTPError):  # it answers
+        urllib.request.urlopen(url, timeout=HUB_S).close()
 
 
 def refused(error: ValueError, otherwise: str) -> Finding:
