@@ -24,15 +24,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import psutil
 
 from peers.engines import Engine
-from peers.engines.choose import EngineOptions
+from peers.engines.choose import EngineOptions, free_memory
 from peers.engines.measure import Measured
 from peers.generation import GroupMaker, Made
+from peers.hardware import detect
 from peers.rounds import RoundWork
 from protocols.codecs import CODECS
 from protocols.delivery import Outbox
+from protocols.directory import PEER_RENEW_S
 from protocols.envelopes import Sealed, seal, unseal
 from protocols.faults import PeerFault, TransportFault
 from protocols.manifest import Manifest
@@ -134,6 +135,7 @@ async def run_inference(options: InferenceOptions, on_ready: Callable[[list[str]
             "generate": peer.generate,
             "push": peer.push,
             "report": peer.report,
+            "memory": peer.look_at_memory,
             "patience": peer.lose_patience,
         }
         try:
@@ -155,6 +157,7 @@ class InferencePeer:
         self.measured: Measured
         """At start: the rate, and the rows that it was best with."""
         self.tokens_per_s: float | None = None
+        self.memory_bytes: int | None = None
         self.generated = Counter[str]()
         self.groups_per_s: float | None = None
         self.refresh_s: float | None = None
@@ -651,7 +654,7 @@ class InferencePeer:
             issued_ms=now_ms(),
             engine=self.engine.name,
             device=self.engine.device,
-            memory_bytes=psutil.virtual_memory().available,
+            memory_bytes=self.memory_bytes,
             tokens_per_s=self.tokens_per_s,
             down_bytes_per_s=self.adapters.down_bytes_per_s,
             formats=("raw", *CODECS),
@@ -660,6 +663,12 @@ class InferencePeer:
             storage=self.storage,
             addresses=self.node.addresses,
         )
+
+    async def look_at_memory(self) -> None:
+        """Keep what is free on the engine's device measured; off the loop, because a card is asked by a command."""
+        while True:
+            self.memory_bytes = free_memory(await asyncio.to_thread(detect), self.engine.device)
+            await asyncio.sleep(PEER_RENEW_S)
 
     async def report(self) -> None:
         """Emit the rate of the last second while generating."""
