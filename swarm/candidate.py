@@ -165,6 +165,8 @@ class Candidate:
         self.on_change()
 
     def _post(self, event: Event) -> None:
+        if self.election is None:
+            return  # we take no part, so nothing would ever be taken out
         if self._events.qsize() >= INBOX_MAX and isinstance(event, Heard | Obeyed):
             self.follower.refusals["inbox full"] += 1  # claims are repeated; answers to our actions are not
             return

@@ -31,13 +31,14 @@ from protocols.messages import (
     encode,
 )
 from protocols.presence import SILENT_S
+from swarm.candidate import INBOX_MAX
 from swarm.follower import OFFENCES_MAX
 from swarm.host import Host, HostConfig
 from swarm.identity import Identity, load_identity
 from swarm.node import STATUS_LIFE_S, Neighbour, now_ms
 from tests.hosts import fault_of, hosts, until
 from tests.nodes import Nodes, Running, nodes
-from tests.samples import OTHER_TRAINER_ID, OWNER, RUN, STRANGER, STRANGER_ID, TRAINER_ID, manifest
+from tests.samples import OTHER_TRAINER_ID, OWNER, RUN, STRANGER, STRANGER_ID, TRAINER, TRAINER_ID, manifest
 
 pytestmark = pytest.mark.network
 
@@ -283,6 +284,19 @@ async def test_an_answer_that_comes_after_an_election_is_not_the_next_ones(
         await until(lambda: candidate.election is not None and len(puts) > 1, 15.0)
         assert candidate.election is not first
         assert goes_on(trainer)
+
+
+async def test_a_peer_that_takes_no_part_collects_no_claims(tmp_path: Path) -> None:
+    # An inference peer hears all leases, for hours, and has nobody who takes them out of the election's inbox.
+    async with nodes(tmp_path) as swarm:
+        _, _, address = await small_swarm(swarm)
+        worker = await swarm.worker("worker", (address,))
+        candidate = worker.follower.candidate
+        for term in range(INBOX_MAX + 10):
+            candidate.heard(seal(TRAINER, Lease(RUN, term, "claimed", now_ms())))
+        assert candidate.election is None
+        assert candidate._events.empty()
+        assert not worker.follower.refusals["inbox full"]
 
 
 async def test_a_new_lease_length_begins_a_new_election(tmp_path: Path) -> None:
