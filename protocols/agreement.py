@@ -4,9 +4,9 @@
                                                                                    refused: Disowned, for a session
 
 The gap of a sampled token is |log p_trainer(v) - log p_producer|, in nats. It is taken under exactly the version that
-the group names, so age has no part in it: what is left is numerical noise between engines (in float32 below 1e-5
-nats a token, in bfloat16 0.01 to 0.05), or another policy. A producer that never loaded the adapter,
-applies it at the wrong scale or stays at an old version looks, in rewards, just like staleness.
+the group names, so age has no part in it: what is left is numerical noise between engines (in float32 about 1e-5 nats
+a token, in bfloat16 0.01 to 0.2: docs/wire.md has a table), or another policy. A producer that never loaded the
+adapter, applies it at the wrong scale or stays at an old version looks, in rewards, just like staleness.
 
 Two accounts of each producer find whoever mixes: one of the groups of a single version, one of all groups of late.
 Which groups are looked at is the trainer's secret, drawn anew for every batch.
@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from protocols.delivery import Queued
 from protocols.faults import LocalFault
 
-# Tokens of a mean that may condemn. Gaps of an honest bfloat16 engine (SmolLM2: mean 0.05, 99 in 100 below 0.2) have a
-# standard deviation of 0.05, so means of 64 of them one of 0.006.
+# Tokens of a mean that may condemn. Gaps of the roughest honest engine that was measured (SmolLM2, adapter merged into
+# bfloat16 weights: mean 0.17, 99 in 100 below 1.2) have a standard deviation of about 0.25, so means of 64 of them one
+# of 0.03: the default limit of 0.3 is four of these away.
 TOKENS_MIN = 64
 # An account of late is halved beyond this many tokens, so that a long honest past dilutes a lie by half at most:
 # whoever begins to err by twice the limit is found within about as many tokens.

@@ -34,7 +34,7 @@ from protocols.agreement import (
 from protocols.codecs import CODECS, decode_delta, encode_delta
 from protocols.delivery import Outbox, Queued
 from protocols.faults import LocalFault, PeerFault
-from protocols.manifest import TransferSpec
+from protocols.manifest import LearningSpec, TransferSpec
 from protocols.messages import GroupReceipt, Receipt, Refused
 from tests.samples import RUN, STRANGER_ID, TRAINER_ID, group
 from tests.test_delivery import new_intake, offer
@@ -62,10 +62,10 @@ def test_b76_the_base_model_is_refused_by_name_and_number_once_there_are_enough_
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.02, 0.06])
-def test_honest_engines_of_any_precision_are_never_refused(sigma: float, seed: int) -> None:
-    # Goal: mean gaps up to 0.048 (sigma 0.06), as SmolLM2 in bfloat16 has them, pass in groups of any size.
-    dice, judge = random.Random(seed), Agreement(LIMIT)
+@pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.02, 0.06, 0.21])
+def test_honest_engines_of_any_precision_are_never_refused_by_default(sigma: float, seed: int) -> None:
+    # Goal: mean gaps up to 0.17 (sigma 0.21), as SmolLM2 merged in bfloat16 has them, pass in groups of any size.
+    dice, judge = random.Random(seed), Agreement(LearningSpec().gap_max)
     for version in range(200):
         verdict = judge.observe(PEER, "e", version, noise(dice, dice.randint(1, 120), sigma))
         assert not verdict.refused

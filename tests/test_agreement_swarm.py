@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,8 +184,10 @@ async def test_b76_who_does_not_run_what_it_says_is_refused_and_the_others_go_on
         assert made.warnings == ["disagreement"]
         (text,) = made.texts
         version = made.parts.chain.version - 1
-        name = short(liar.peer_id)
-        assert text.startswith(f"peer {name} does not run v{version} (engine odd): mean gap 0.") or "gap 1." in text
+        told = (
+            rf"peer {short(liar.peer_id)} does not run v{version} \(engine odd\): mean gap \S+ nats over \d+ tokens, "
+        )
+        assert re.fullmatch(told + r"limit 0\.3; refused, and \d+ of its groups are not trained", text)
         counts = await made.store.counts()
         assert counts.pop("disowned") >= GROUPS
         assert counts["trained"] == BATCH * made.learner.steps
