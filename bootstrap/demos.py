@@ -43,20 +43,18 @@ DEMOS = {
         ),
         steps=60,
     ),
-    # SmolLM2-135M talks around a sum, or guesses; it learns to answer with the number, and with the right one.
+    # SmolLM2-135M can add but never stops there: it makes up the next sum. It learns to answer with the number alone,
+    # and with the right one more often; what runs on is what must become rarer, so it is not left out of the loss.
     "smollm2": Demo(
         environment=EnvironmentSpec(
             name="chain_sum",
-            prompt="{expression}",
+            prompt="2 + 3 = 5\n9 - 4 = 5\n7 + 8 = 15\n{expression} =",
             params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-            chat=True,
-            system="Add.",
-            examples=(("2 + 3", "5"),),
         ),
-        steps=30,
-        sampling=Sampling(max_new_tokens=8),
+        steps=24,
+        sampling=Sampling(max_new_tokens=6),
         lora=_LAYERS,
-        learning=LearningSpec(batch_groups=8, learning_rate=5e-4),
+        learning=LearningSpec(batch_groups=8, learning_rate=5e-4, mask_truncated=False),
         evaluation=EvaluationSection(problems=100),
     ),
 }

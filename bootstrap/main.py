@@ -381,7 +381,7 @@ def sim(  # noqa: PLR0913
     ctx: typer.Context,
     peers: Annotated[int, typer.Option(min=1, max=PEERS_MAX, help="Inference peers.")] = DEFAULT_PEERS,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps.", show_default="60; with smollm2 30")
+        int | None, typer.Option(min=1, help="Optimizer steps.", show_default="60; with smollm2 24")
     ] = None,
     bootstraps: Annotated[int, typer.Option(min=1, max=BOOTSTRAPS_MAX, help="Bootstrap peers.")] = 1,
     mode: Annotated[str, typer.Option(help="When peers generate: async, sequential or auto.")] = "async",
