@@ -54,7 +54,7 @@ DEMOS = {
         steps=24,
         sampling=Sampling(max_new_tokens=6),
         lora=_LAYERS,
-        learning=LearningSpec(batch_groups=8, learning_rate=5e-4, mask_truncated=False),
+        learning=LearningSpec(batch_groups=8, learning_rate=2e-4, mask_truncated=False),
         evaluation=EvaluationSection(problems=100),
     ),
 }
