@@ -251,7 +251,7 @@ def test_a_call_is_of_one_version_and_says_which() -> None:
     undisturbed = engine.generate(PROMPTS, sampling, seed=0)
     assert (undisturbed.version, undisturbed.adapter) == (1, adapter_digest(a))
 
-    forward, calls = engine._merged.forward, 0
+    forward, calls = engine._policy.forward, 0
 
     def loads_in_the_middle(**keywords: object) -> object:
         nonlocal calls
@@ -260,12 +260,28 @@ def test_a_call_is_of_one_version_and_says_which() -> None:
             engine.load_adapter(2, b)
         return forward(**keywords)
 
-    engine._merged.forward = loads_in_the_middle
+    engine._policy.forward = loads_in_the_middle
     assert engine.generate(PROMPTS, sampling, seed=0) == undisturbed
     assert calls > 3
     after = engine.generate(PROMPTS, sampling, seed=0)
     assert (after.version, after.adapter) == (2, adapter_digest(b))
     assert after.groups != undisturbed.groups
+
+
+def test_in_bfloat16_the_adapter_is_applied_as_it_is() -> None:
+    # Its steps may be below the last bit of a weight, so it is not merged: it stands beside the weights, in float32.
+    model, adapter = small_model(), an_adapter(small_model(), 1)
+    model.module.to(torch.bfloat16)
+    base = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    engine = TransformersEngine(model, LORA)
+    assert engine.dtype == "bfloat16"
+    engine.load_adapter(1, {name: t._replace(data=bytes(len(t.data))) for name, t in adapter.items()})
+    without = engine.greedy(PROMPTS, 6)
+    engine.load_adapter(2, adapter)
+    assert engine.greedy(PROMPTS, 6) != without
+    assert read_adapter(engine._lora) == adapter
+    weights = {name: p for name, p in engine._policy.named_parameters() if ".lora_" not in name}
+    assert all(torch.equal(base[name.replace(".base_layer", "")], weight) for name, weight in weights.items())
 
 
 def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
