@@ -351,12 +351,12 @@ async def check_disk(patient: Patient) -> Finding:
 
 async def _home_bytes(patient: Patient) -> int:
     """What a peer keeps: a few versions, whole at worst."""
-    from swarm.adapters import VERSIONS_KEPT
-
     try:
         run = await patient.known_run()
     except NotKnown:
         return HOME_BYTES
+    from swarm.adapters import VERSIONS_KEPT  # it imports hivemind, which is there once a run is known
+
     largest = max((ref.size for ref in run.newcomer_blobs), default=0)
     return (1 + VERSIONS_KEPT) * largest or HOME_BYTES
 

@@ -322,7 +322,7 @@ def _when_all_is_well(folder: Path, terminals: Terminals) -> str:
     first = terminals.type("join", invite, *LOCAL, "--home", "first")
     wait_until(lambda: sum("groups" in line for line in first.lines()) >= 3, JOINED_S, first)
     doctor = terminals.type("doctor", invite, *LOCAL, "--home", "peer")
-    assert doctor.ended_clean() == 0, doctor.output
+    assert doctor.ended_clean(END_S) == 0, doctor.output
     join = terminals.type("join", invite, *LOCAL, "--home", "peer")
     wait_until(lambda: sum("groups" in line for line in join.lines()) >= 2, JOINED_S, join)
     join.kill(signal.SIGINT)
