@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("mlx_lm")
 
-from peers.engines.mlx_engine import MLX_LM_MIN, MlxEngine, mx, require_mlx_lm
+from peers.engines.mlx_engine import MLX_LM_MIN, BatchGenerator, MlxEngine, mx, require_mlx_lm
 from peers.engines.transformers_engine import TransformersEngine
 from peers.models.base import BaseModel, ModelFiles
 from peers.models.find import find_model
@@ -103,7 +103,27 @@ def test_it_says_what_it_is(engine: MlxEngine) -> None:
     assert engine.device in ("cpu", "gpu")
 
 
-@pytest.mark.parametrize("installed", [None, "0.24.0", "0.31.3", "0.9"])
+def test_it_computes_where_it_is_told_to(
+    files: ModelFiles, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = []
+
+    def generator(*arguments: object, **options: object) -> object:
+        streams.append(options["stream"])
+        return BatchGenerator(*arguments, **options)
+
+    monkeypatch.setattr("peers.engines.mlx_engine.BatchGenerator", generator)
+    engine = MlxEngine(files, LORA, device="cpu")
+    engine.load_adapter(1, reference.adapter(seed=1))
+    engine.greedy(PROMPTS, 2)
+    assert engine.device == "cpu"
+    assert streams == [engine._stream]
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(ValueError, match="finds no GPU"):
+            MlxEngine(files, LORA, device="gpu")
+
+
+@pytest.mark.parametrize("installed", [None, "0.24.0", "0.31.2", "0.9"])
 def test_b87_an_old_mlx_lm_is_refused_in_one_line(installed: str | None) -> None:
     with pytest.raises(ValueError, match=rf"^engine mlx needs mlx-lm >= {MLX_LM_MIN}: pip install .*$") as refused:
         require_mlx_lm(installed)
@@ -245,6 +265,21 @@ def test_b81_bfloat16_adapters_are_widened(engine: MlxEngine, reference: Referen
         made.append(engine.generate(PROMPTS, Sampling(group_size=2, max_new_tokens=6), seed=0))
     assert made[0].groups == made[1].groups
     assert made[0].adapter != made[1].adapter
+
+
+def test_in_bfloat16_the_adapter_is_applied_as_it_is(files: ModelFiles, reference: Reference) -> None:
+    # Merged into bfloat16 weights, most steps of an adapter would be less than their last bit.
+    engine, adapter = MlxEngine(files, LORA, "bfloat16"), reference.adapter(seed=6)
+    engine.load_adapter(0, {name: tensor._replace(data=bytes(len(tensor.data))) for name, tensor in adapter.items()})
+    without = engine.greedy(PROMPTS, 6)
+    engine.load_adapter(1, adapter)
+    assert engine.greedy(PROMPTS, 6) != without
+    for path, linear in engine._linears.items():
+        for kind in "AB":
+            ours = np.array(linear[f"lora_{kind.lower()}"]).T
+            assert ours.tobytes() == adapter[f"{path}.lora_{kind}"].data
+        assert mx.array_equal(linear.linear.weight, engine._base[path])
+        assert linear.linear.weight.dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize(("target", "says"), [("lm_head", "tied"), ("qkv_proj", "is no linear module")])

@@ -6,10 +6,11 @@
 BatchGenerator is mlx-lm's continuous batching. It reports log-probabilities of the logits it is given, so it is given
 logits in float32 that are divided by the temperature already: what it reports is then what was sampled from.
 
-The adapter is merged into copies of the weights that it touches, always from the untouched base, so no version leaves
-a trace in the next; caches live as long as a call. A version that comes while a call generates is checked, in numpy,
-and laid aside; the next call merges it before its first token. An array of MLX that is not computed yet belongs to the
-thread that asked for it, and fails in every other: all that outlives a call is evaluated.
+In float32 the adapter is merged into copies of the weights that it touches, always from the untouched base, so no
+version leaves a trace in the next; in bfloat16 and float16 it stays beside them, in float32, since most of its steps
+are less than the last bit of a weight. Caches live as long as a call. A version that comes while a call generates is
+checked, in numpy, and laid aside; the next call takes it before its first token. An array of MLX that is not computed
+yet belongs to the thread that asked for it, and fails in every other: all that outlives a call is evaluated.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from protocols.faults import PeerFault
 from protocols.manifest import LoraSpec
 from protocols.messages import Sampling
 
-# BatchGenerator has had this form, and streams that any thread may use, since then.
-MLX_LM_MIN = "0.32.0"
+# Since then BatchGenerator can compute on a stream that every thread may use; the tests fail with 0.31.2.
+MLX_LM_MIN = "0.31.3"
 
 
 def require_mlx_lm(installed: str | None) -> None:
@@ -54,10 +55,12 @@ try:
     import mlx.core as mx
     import mlx_lm
     from mlx import nn
+    from mlx.utils import tree_unflatten
 
     require_mlx_lm(mlx_lm.__version__)
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.utils import load_model
 except ImportError:
     require_mlx_lm(None)
@@ -104,9 +107,11 @@ class MlxEngine:
     ) -> None:
         """`device`: None takes MLX's own choice, a GPU where there is one.
 
-        Raises ValueError, in one line, for files that mlx-lm does not load, and for LoRA targets that the model has
-        not, or has not as mlx-lm builds it.
+        Raises ValueError, in one line, for a GPU that is not there, for files that mlx-lm does not load, and for LoRA
+        targets that the model has not, or has not as mlx-lm builds it.
         """
+        if device == "gpu" and not mx.is_available(mx.gpu):
+            raise ValueError("engine mlx: MLX finds no GPU here")
         self.device = mx.default_device().type.name if device is None else device
         self.dtype = dtype
         self._rows_max = rows_max
@@ -119,8 +124,11 @@ class MlxEngine:
         self._stream = mx.new_thread_local_stream(getattr(mx, self.device))
         with mx.stream(self._stream):
             self._model = _load(files, dtype, by_columns=self.device == "cpu")
-        self._linears = _linears(self._model, adapted)
-        self._base = {path: linear.weight for path, linear in self._linears.items()}
+        linears = _linears(self._model, adapted)
+        self._merges = dtype == "float32"
+        self._linears = linears if self._merges else _beside(self._model, linears, lora)
+        """The modules that are adapted, by path."""
+        self._base = {path: linear.weight for path, linear in linears.items()}
         self._newest: _Version | None = None
         self._current: _Version | None = None
 
@@ -131,7 +139,7 @@ class MlxEngine:
         self._newest = _Version(version, adapter_digest(adapter), to_mlx(matrices))
 
     def _begin(self) -> _Version:
-        """The newest version, merged. Raises ValueError before the first."""
+        """The newest version, in the model. Raises ValueError before the first."""
         newest = self._newest
         if newest is None:
             raise ValueError("no adapter is loaded")
@@ -139,9 +147,12 @@ class MlxEngine:
             self._current = None
             for path, linear in self._linears.items():
                 a, b = (mx.array(newest.matrices[f"{path}.{kind}"]) for kind in ("lora_a", "lora_b"))
-                base = self._base[path]
-                linear.weight = (base + self._scale * (a @ b).T).astype(base.dtype)  # in float32, rounded once
-                mx.eval(linear.weight)  # one by one: of the one before, no more than a matrix stands beside it
+                if self._merges:
+                    linear.weight = self._base[path] + self._scale * (a @ b).T
+                    mx.eval(linear.weight)  # one by one: of the one before, no more than a matrix stands beside it
+                else:
+                    linear.lora_a, linear.lora_b = a, b
+                    mx.eval(a, b)
             self._current = newest
         return newest
 
@@ -179,6 +190,7 @@ class MlxEngine:
             sampler=sampler,
             completion_batch_size=room,
             prefill_batch_size=room,
+            stream=self._stream,
         )
         with contextlib.closing(generator):
             while waiting or live:
@@ -294,6 +306,15 @@ def _filled_in(files: ModelFiles) -> dict[str, Any]:
         if rope.get("rope_type", "default") != "default":
             filled["rope_scaling"] = rope
     return filled
+
+
+def _beside(model: "nn.Module", linears: dict[str, "nn.Linear"], lora: LoraSpec) -> dict[str, "LoRALinear"]:
+    """These modules of the model with room for an adapter beside the weights, in float32; by path."""
+    adapted = {
+        path: LoRALinear.from_base(linear, r=lora.r, scale=lora.alpha / lora.r) for path, linear in linears.items()
+    }
+    model.update_modules(tree_unflatten(list(adapted.items())))
+    return adapted
 
 
 def _linears(model: "nn.Module", adapted: dict[str, tuple[int, int]]) -> dict[str, "nn.Linear"]:
