@@ -33,6 +33,7 @@ from protocols.messages import Sampling
 from tests.conformance.reference import LIMITS, Agreement, Reference
 
 vllm = pytest.mark.vllm
+pytestmark = pytest.mark.timeout(900)  # a start is half a minute, and several times that on a busy machine
 
 LORA = LoraSpec(r=8, alpha=16.0, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 SIZE = VllmLimits("float32", context_tokens=512, rows=32, cache_bytes=1 << 28)
@@ -181,14 +182,6 @@ def test_a_prompt_that_does_not_fit_is_refused(smollm2: Loaded) -> None:
 
 
 @vllm
-def test_an_adapter_that_leads_to_no_probabilities_is_the_peers_fault(smollm2: Loaded) -> None:
-    smollm2.load(smollm2.reference.adapter(seed=3, gain=1e30))
-    with pytest.raises(PeerFault, match="no probabilities"):
-        smollm2.engine.generate(smollm2.prompts(*TEXTS), SAMPLING, seed=0)
-    test_greedy_ids_are_those_of_transformers_in_float32(smollm2)
-
-
-@vllm
 def test_every_target_of_the_built_in_model_is_adapted_lm_head_too(builtin: Loaded) -> None:
     """Case B75: each module alone changes what is computed, as it does for the trainer."""
     prompts = builtin.prompts("1 + 2 =", "12 - 3 + 4 =")
@@ -253,16 +246,6 @@ def cached_tokens(engine: VllmEngine, prompt: tuple[int, ...]) -> int:
     newest = engine._newest
     assert newest is not None
     return engine._wait(ask())
-
-
-@vllm
-def test_a_number_that_comes_again_brings_its_own_adapter(smollm2: Loaded) -> None:
-    prompts = smollm2.prompts(FACTS + " Number 50 times 50 is")
-    for seed in (6, 7):
-        adapter = smollm2.reference.adapter(seed)
-        smollm2.engine.load_adapter(0, adapter)
-        rows = smollm2.engine.greedy(prompts, 12)
-        Agreement.of(smollm2.reference.differences(adapter, prompts, [rows])).require_within(LIMITS["float32"], "again")
 
 
 @vllm
