@@ -233,9 +233,11 @@ def test_the_estimate_follows_its_formula() -> None:
     assert need.adapter == 4 * 3 * 16 * 28 * (2 * 2 * 3584 + 2 * (512 + 3584) + 3 * (18_944 + 3584))
     assert need.activations == 4 * 5 * 32 * 152_064 + 2 * 4 * 512 * (6 * 3584 + 3 * 18_944)
     assert need.total == need.weights + need.adapter + need.cache + need.activations + need.runtime
-    merged = estimate(SEVEN_B, Choice("transformers", "cuda", "bfloat16", ""), 16, SAMPLING, 32)
+    beside = estimate(SEVEN_B, Choice("transformers", "cuda", "bfloat16", ""), 16, SAMPLING, 32)
+    assert beside.weights == need.weights
     copies = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18_944 * 3584)
-    assert merged.weights - need.weights == 2 * copies, "what the adapter is merged into"
+    merged = estimate(SEVEN_B, ON_CPU, 16, SAMPLING, 32)
+    assert merged.weights - 2 * need.weights == 4 * copies, "what the adapter is merged into, in float32"
     assert estimate(SEVEN_B, ON_CPU, 16, SAMPLING, 32).cache == 2 * need.cache
     stepwise = estimate(SEVEN_B, Choice("mlx", "mps", "bfloat16", ""), 16, Sampling(max_new_tokens=257), 32, 100)
     assert stepwise.cache == 2 * 28_672 * 32 * (200 + 512)

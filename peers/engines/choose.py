@@ -265,7 +265,7 @@ class MemoryNeed:
     """Bytes on the engine's device, at the worst moment."""
 
     weights: int
-    """The base, and for transformers and MLX the merged copies of the matrices that the adapter touches."""
+    """The base, and for transformers and MLX in float32 the merged copies of the matrices that the adapter touches."""
     adapter: int
     """LoRA matrices of all versions that are held."""
     cache: int
@@ -298,7 +298,8 @@ def estimate(
     twice: once more while the rows' copies are merged into a batch.
     """
     size = NUMBER_BYTES[choice.dtype]
-    merged = 0 if choice.engine == "vllm" else shapes.adapted_parameters
+    merges = choice.engine != "vllm" and choice.dtype == "float32"
+    merged = shapes.adapted_parameters if merges else 0
     prompt_ids = rows * prompt_tokens / sampling.group_size
     tokens = prompt_tokens + sampling.max_new_tokens
     if choice.engine == "mlx":
