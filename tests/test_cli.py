@@ -347,7 +347,8 @@ def test_join_passes_on_the_invitation(peers: Fakes) -> None:
     result = swarm("join", f"{ADDRESS}#{RUN}", *arguments, "--home", peers.home)
     assert result.exit_code == 0, result.output
     (options,) = peers.options
-    assert (options.run, options.bootstrap, options.engine) == (RUN, (ADDRESS,), "transformers")
+    assert (options.run, options.bootstrap) == (RUN, (ADDRESS,))
+        assert options.engine.engine == "transformers"
     assert (options.allow_code, options.listen) == ({"a:b", "c:d"}, ("/ip4/0.0.0.0/tcp/0",))
     assert "invitation 'nonsense'" in one_line(swarm("join", "nonsense"))
 
