@@ -348,7 +348,7 @@ def test_join_passes_on_the_invitation(peers: Fakes) -> None:
     assert result.exit_code == 0, result.output
     (options,) = peers.options
     assert (options.run, options.bootstrap) == (RUN, (ADDRESS,))
-        assert options.engine.engine == "transformers"
+    assert options.engine.engine == "transformers"
     assert (options.allow_code, options.listen) == ({"a:b", "c:d"}, ("/ip4/0.0.0.0/tcp/0",))
     assert "invitation 'nonsense'" in one_line(swarm("join", "nonsense"))
 
