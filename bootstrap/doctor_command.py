@@ -26,7 +26,7 @@ from bootstrap.errors import explain, one_line
 
 log = logging.getLogger(__name__)
 
-TOTAL_S = 60.0  # for all checks; 10 s on an idle laptop, most of it imports, which take 30 s where the disk is busy
+TOTAL_S = 120.0  # for all checks; 10 s on an idle laptop, most of it imports, which alone take a minute where the disk is busy
 FETCH_S = 24 * 3600.0  # --fetch: until it is there, or somebody loses patience
 CANCEL_S = 2.0  # for a check that ran out of time to end
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "problem": typer.colors.RED}
@@ -34,10 +34,10 @@ _INDENT = 22  # level and name
 
 MACHINE = (
     Check("python", doctor.check_python, "looking at Python", 1.0),
-    Check("packages", doctor.check_packages, "importing torch and transformers", 25.0),
+    Check("packages", doctor.check_packages, "importing torch and transformers", 60.0),
     Check("home", doctor.check_home, "looking at this peer's folder", 3.0),
     Check("devices", doctor.check_devices, "asking for GPUs", 12.0),
-    Check("p2pd", doctor.check_p2pd, "starting p2pd", 20.0),
+    Check("p2pd", doctor.check_p2pd, "starting p2pd", 60.0),
     Check("ports", doctor.check_ports, "trying to listen", 3.0),
     Check("swarm", doctor.check_swarm, "connecting", 12.0),
     Check("clock", doctor.check_clock, "comparing clocks", 12.0),
@@ -46,12 +46,12 @@ RUN = (
     Check("reachability", doctor.check_reachability, "having doors dial back", 12.0),
     Check("run", doctor.check_run, "asking for the run", 8.0),
     Check("bandwidth", doctor.check_bandwidth, "downloading a version", 12.0),
-    Check("environment", doctor.check_environment, "making problems", 12.0),
+    Check("environment", doctor.check_environment, "making problems", 20.0),
 )
 REST = (
     Check("disk", doctor.check_disk, "looking at the disk", 3.0),
     Check("model", doctor_model.check_model, "reading the model", 20.0),
-    Check("engine", doctor_model.check_engine, "looking for engines", 12.0),
+    Check("engine", doctor_model.check_engine, "looking for engines", 20.0),
     Check("memory", doctor_model.check_memory, "estimating memory", 10.0),
 )
 
