@@ -187,7 +187,7 @@ class InferencePeer:
         self._to_push = asyncio.Event()
         self._waking: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="load")
-        self._calls: ThreadPoolExecutor
+        self._calls: ThreadPoolExecutor | None = None
         self._kept = asyncio.Event()
         """Set when the groups of the call that began last are in the outbox, and all before them."""
         self._kept.set()
@@ -708,6 +708,7 @@ class InferencePeer:
         engine: Engine | None = getattr(self, "engine", None)
         if engine is not None:
             engine.stop()
+        if self._calls is not None:
             await asyncio.to_thread(self._calls.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         if engine is not None:

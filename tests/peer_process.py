@@ -131,11 +131,17 @@ def install_slowness(token_s: float) -> None:
     """Each token that is generated under an adapter takes that much longer; say so when a call begins."""
     from peers.engines.transformers_engine import TransformersEngine, _Draw
 
-    generate, draw = TransformersEngine.generate, _Draw.__call__
+    generate, draw, load = TransformersEngine.generate, _Draw.__call__, TransformersEngine.load_adapter
     slow: list[bool] = []
+    loads = 0
+
+    def count_loads(self: TransformersEngine, *arguments: Any) -> None:
+        nonlocal loads
+        loads += 1
+        load(self, *arguments)
 
     def generate_loudly(self: TransformersEngine, *arguments: Any, **named: Any) -> Any:
-        slow[:] = [True] * (self.version is not None)  # not while its speed is measured at the start
+        slow[:] = [True] * (loads > 1)  # not while its speed is measured at the start, under an adapter of zeros
         print("generating", flush=True)
         return generate(self, *arguments, **named)
 
@@ -143,6 +149,7 @@ def install_slowness(token_s: float) -> None:
         time.sleep(token_s if slow else 0.0)
         return draw(self, logits)
 
+    TransformersEngine.load_adapter = count_loads  # type: ignore[method-assign]
     TransformersEngine.generate = generate_loudly  # type: ignore[method-assign]
     _Draw.__call__ = draw_slowly  # type: ignore[method-assign]
 

@@ -224,7 +224,7 @@ def test_a_home_that_cannot_be_written(terminals: Terminals, home: str) -> None:
 
 REFUSED = {
     "code": ("of_the_owner:make", "--allow-code"),
-    "weights": ("model builtin", "weights are", "00000000"),
+    "weights": ("model 'builtin'", "the weights in", "00000000", "bfeb6e39"),
     "model": ("nobody/has-this",),
     "task": ("no_such_task",),
     "folder": ("model-with-code",),

@@ -49,7 +49,9 @@ class Worker:
         self.follower = follower
         self.peer = InferencePeer(node, InferenceOptions(home=folder, run=RUN, bootstrap=()))
         self.peer.adapters = self.got.adapters
-        self.peer.engine = SimpleNamespace(load_adapter=lambda version, adapter: None, stop=lambda: None)  # type: ignore[assignment]
+        self.peer.engine = SimpleNamespace(
+            load_adapter=lambda version, adapter: None, stop=lambda: None, close=lambda: None
+        )  # type: ignore[assignment]
 
     async def notify(self) -> None:
         async with self.follower.changed:

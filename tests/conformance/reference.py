@@ -45,7 +45,7 @@ class Limits:
 
 
 LIMITS = {
-    "float32": Limits(gap=1e-3, mean=1e-4, p99=1e-3, max=5e-3),
+    "float32": Limits(gap=1e-3, mean=3e-4, p99=1e-3, max=5e-3),
     "bfloat16": Limits(gap=0.5, mean=0.06, p99=0.3, max=2.0),
     "float16": Limits(gap=0.06, mean=0.0075, p99=0.04, max=0.25),  # three bits more than bfloat16: an eighth
 }
