@@ -283,7 +283,8 @@ def kept(peer: Terminal) -> int:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mode", ["sequential", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sequential", "async"])
 def test_volunteers_behind_a_nat_and_behind_a_firewall_do_their_part(
     place: Callable[[str, int], Place], mode: str
 ) -> None:
