@@ -26,7 +26,7 @@ from bootstrap.errors import explain, one_line
 
 log = logging.getLogger(__name__)
 
-# For all checks. They take 10 s on an idle laptop, most of it imports, which alone take a minute where the disk is busy.
+# For all checks: 10 s on an idle laptop, most of it imports, which alone take a minute where the disk is busy.
 TOTAL_S = 120.0
 FETCH_S = 24 * 3600.0  # --fetch: until it is there, or somebody loses patience
 CANCEL_S = 2.0  # for a check that ran out of time to end
