@@ -174,7 +174,11 @@ async def test_b01_every_way_to_fail_a_dial_has_its_own_code(tmp_path: Path) -> 
             assert time.monotonic() - began < 1.0
         assert await second.connect(first.addresses[0], 5.0) == first.peer_id
         assert await second.peers() == [first.peer_id]
-        await second.disconnect(first.peer_id)
+        for _ in range(20):  # a p2pd that was asked whether we can be reached may just be dialling back
+            await second.disconnect(first.peer_id)
+            if not await second.peers():
+                break
+            await asyncio.sleep(0.1)
         assert await second.peers() == []
 
 
