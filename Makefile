@@ -50,7 +50,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_BIN)/python -m pytest -q -m vllm
+	$(VLLM_BIN)/python -m pytest -q -m vllm tests/test_vllm_engine.py tests/test_conformance_vllm.py
 
 slow: setup
 	ECHO_SWARM_RUNS=50 $(BIN)/python -m pytest -q tests/test_node.py tests/test_simulation.py
