@@ -57,7 +57,9 @@ class Loaded:
         self.reference = Reference(base, lora)
         self.transformers = TransformersEngine(base, lora)
         self.files = files
+        others = vllm_processes(psutil.Process())
         self.engine = VllmEngine(files, lora, limits)
+        self.processes = [each for each in vllm_processes(psutil.Process()) if each not in others]
 
     def load(self, adapter: Adapter) -> int:
         """The adapter as the next version."""
@@ -227,7 +229,8 @@ def test_b74_a_cached_prompt_is_never_answered_from_other_weights(smollm2: Loade
     assert engine._wait(engine._llm.reset_prefix_cache())
     cold = engine.greedy([prompt], 24)
     require_alike(warm, cold, tolerance=1e-4)
-    assert warm[0].token_ids != under_a[0].token_ids
+    between = (abs(a - b) for a, b in zip(warm[0].logprobs, under_a[0].logprobs, strict=True))
+    assert max(between) > 0.05, "the two adapters differ"
     smollm2.transformers.load_adapter(1, smollm2.reference.adapter(seed=7))
     require_alike(warm, smollm2.transformers.greedy([prompt], 24))
 
@@ -387,7 +390,7 @@ def test_a_stopped_engine_answers_at_once_and_a_closed_one_leaves_no_process(bui
     """The last test with this engine."""
     engine = builtin.engine
     builtin.load(builtin.reference.adapter(seed=1))
-    ours = vllm_processes(psutil.Process())
+    ours = builtin.processes
     assert ours
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, [(1,)] * 512, Sampling(group_size=32, max_new_tokens=200), 0)
@@ -402,8 +405,8 @@ def test_a_stopped_engine_answers_at_once_and_a_closed_one_leaves_no_process(bui
     with pytest.raises(CancelledError):
         builtin.load(builtin.reference.adapter(seed=1))
     engine.close()
-    gone, alive = psutil.wait_procs(ours, timeout=10.0)
-    assert not alive
+    gone, left = psutil.wait_procs(ours, timeout=10.0)
+    assert not left
     assert len(gone) == len(ours)
     assert not engine._folder.exists()
     engine.close()  # twice is once
@@ -411,7 +414,8 @@ def test_a_stopped_engine_answers_at_once_and_a_closed_one_leaves_no_process(bui
 
 def vllm_processes(parent: psutil.Process) -> list[psutil.Process]:
     """The scheduler and the workers, by the titles that vLLM gives them."""
-    return [each for each in parent.children(recursive=True) if any("VLLM::" in part for part in each.cmdline())]
+    running = (each for each in parent.children(recursive=True) if alive(each))
+    return [each for each in running if any("VLLM::" in part for part in each.cmdline())]
 
 
 KILLED = """
@@ -421,7 +425,7 @@ from peers.models.find import find_model
 from protocols.manifest import LoraSpec
 
 if __name__ == "__main__":
-    VllmEngine(find_model("builtin"), LoraSpec(), VllmLimits("float32", 256, 8, cache_bytes=1 << 26))
+    engine = VllmEngine(find_model("builtin"), LoraSpec(), VllmLimits("float32", 256, 8, cache_bytes=1 << 26))
     print("started", flush=True)
     signal.pause()
 """
@@ -432,11 +436,13 @@ def test_processes_die_with_a_peer_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "peer.py"
     script.write_text(KILLED)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as peer:
-        assert peer.stdout is not None
-        assert peer.stdout.readline() == "started\n"
-        orphans = vllm_processes(psutil.Process(peer.pid))
-        assert len(orphans) >= 1
-        peer.kill()
+        try:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "started\n"
+            orphans = vllm_processes(psutil.Process(peer.pid))
+            assert len(orphans) >= 1
+        finally:
+            peer.kill()
     wait_until(lambda: not any(map(alive, orphans)), timeout_s=10.0)
 
 

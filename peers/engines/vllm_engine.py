@@ -260,7 +260,11 @@ class VllmEngine:
             self._answer_one(list(prompt), one, used, f"{call}-{i}")
             for i, (prompt, one) in enumerate(zip(prompts, parameters, strict=True))
         )
-        return list(await asyncio.gather(*answers))
+        try:
+            return list(await asyncio.gather(*answers))
+        except PeerFault:
+            await self._llm.collective_rpc("heal_cache")  # or it answers nobody any more
+            raise
 
     async def _answer_one(self, prompt: list[int], parameters: Any, used: _Version, name: str) -> list[Completion]:
         answers = self._llm.generate({"prompt_token_ids": prompt}, parameters, name, lora_request=used.request)

@@ -39,6 +39,13 @@ class WorkerExtension:
         """Ids of the LoRA requests whose tensors are in this worker's memory."""
         return sorted(self.model_runner.model.lora_manager.list_adapters())
 
+    def heal_cache(self) -> None:
+        """Zeros for keys and values that are not numbers. Attention multiplies what it masks by zero, and zero times
+        NaN is NaN: a block that an adapter spoiled would spoil every request that is given it later."""
+        for cache in self.model_runner.kv_caches:
+            if cache.is_floating_point():
+                cache.nan_to_num_(0.0, 0.0, 0.0)
+
 
 def _die_with(peer_pid: int) -> None:
     parent = multiprocessing.parent_process()  # vLLM's scheduler, or, where that holds the model itself, the peer

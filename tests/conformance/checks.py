@@ -171,7 +171,7 @@ def _require_alike(subject: Subject, adapter: Adapter, prompt: Ids, a: Completio
 
 def every_module_is_adapted(subject: Subject) -> None:
     """Modules one by one, all others silent: the output follows the trainer's, so each of them is applied (B75)."""
-    reference, prompts = subject.reference, subject.prompts[:2]
+    reference, prompts = subject.reference, subject.prompts[:4]
     base = reference.adapter(seed=5, gain=0.0)
     for path in reference.modules:
         adapter = _telling(subject, prompts, base, path)
@@ -184,7 +184,7 @@ def every_module_is_adapted(subject: Subject) -> None:
 
 
 def _telling(subject: Subject, prompts: Sequence[Ids], base: Adapter, path: str) -> Adapter:
-    """An adapter of this module alone, strong enough that to leave it out would show clearly."""
+    """An adapter of this module alone, strong enough that to leave it out would show clearly with a prompt or more."""
     reference, clear = subject.reference, subject.limits.max * CLEAR
     gain = 1.0
     while gain < 1e4:  # a guess: at ten thousand nothing of the model is left
@@ -195,7 +195,7 @@ def _telling(subject: Subject, prompts: Sequence[Ids], base: Adapter, path: str)
             (after_TV,) = reference.distributions(adapter, prompt, [[0]])
             best = after_TV[0].argmax()
             changes.append((after_TV[0, best] - before_TV[0, best]).abs().item())
-        if min(changes) > clear:
+        if max(changes) > clear:
             return adapter
         gain *= 4
     raise ValueError(f"{path} has no effect on the reference")
